@@ -12,6 +12,7 @@ from cases import to_mlx, to_numpy
 from cudnn_cases import INPUTS, MODES, OUTPUTS, by_oracle, by_torch, draw, draw_for, lengths_of, ours, torch_arrays
 from on_metal import ENGINES as METAL_ENGINES
 from on_metal import can_run, in_turns, on_metal
+from test_peers import FAST
 
 from mlx_lstm import cudnn, rnn
 from mlx_lstm.convert.cudnn import GATES, layer_arrays
@@ -31,7 +32,7 @@ def assert_double(got, expected):
 
 @pytest.mark.parametrize(
     "seeds, engine",
-    in_turns([(range(k, k + 32),) for k in range(0, 320, 32)], [None, "ops"], others=True),
+    in_turns([(range(k, k + 12),) for k in range(0, 96, 12)], [None, "ops"], others=True),
     ids=lambda value: str(value[0]) if isinstance(value, range) else value or "default",
 )
 def test_float64_equals_torch(seeds, engine):
@@ -69,10 +70,10 @@ def test_the_oracle_of_a_stack_equals_torch():
                 np.testing.assert_allclose(exact[name], value, rtol=0, atol=1e-12 * max(1.0, np.abs(value).max()))
 
 
-@pytest.mark.parametrize("seeds", [range(k, k + 10) for k in range(0, 50, 10)], ids=lambda seeds: str(seeds[0]))
+@pytest.mark.parametrize("seeds", [range(k, k + 10) for k in range(0, 30, 10)], ids=lambda seeds: str(seeds[0]))
 def test_float32_within_bounds(seeds):
     for seed in seeds:
-        check(seed, np.float32, None, "ops")
+        check(seed, np.float32, (None, "ops")[seed // 4 % 2])
 
 
 @pytest.mark.slow
@@ -88,58 +89,61 @@ def test_many_more(seeds, dtype):
 def test_16_bits_within_bounds(mode, dtype):
     """In 16-bit dtypes, outputs and gradients lie within derived error bounds. Mode rnn_relu is not tested: in 16
     bits too many arguments of relu are so near 0 that rounding changes their sign, and with it the gradient."""
-    for seed in range(4):
+    for seed in range(2):
         check(seed, dtype, None, mode=mode)
 
 
 ON_METAL = {
     f"{mode}-{D}{'-projection' * (P > 0)}-{engine}": (engine, {"mode": mode, "D": D, "P": P})
     for engine in METAL_ENGINES
-    for mode, P in [("lstm", 0), ("lstm", 2), ("gru", 0), ("rnn_relu", 0), ("rnn_tanh", 0)]
+    for mode, P in [("lstm", 0), ("lstm", 3), ("gru", 0), ("rnn_relu", 0), ("rnn_tanh", 0)]
     for D in (1, 2)
     if can_run(engine, {"op": "lstm" if mode == "lstm" else mode[:3], "bidirectional": D == 2, "projection": P > 0})
 }
 
 
-LAYERS_ON_METAL = list(dict.fromkeys(case.rpartition("-")[0] for case in ON_METAL))
+# By default a cell runs on one engine, because one or two directions launch the same kernels.
+ENGINE_OF = {"lstm": "fused", "lstm-projection": "stepwise", "gru": "stepwise", "rnn_relu": "fused"}
 
 
-def is_turn(case):
-    """Return whether a case is a default test: each layer runs on one of its engines, in turns."""
-    layer, _, engine = case.rpartition("-")
-    engines = [each for each in METAL_ENGINES if f"{layer}-{each}" in ON_METAL]
-    return engines[LAYERS_ON_METAL.index(layer) % len(engines)] == engine
+def is_default(case):
+    mode, _, rest = case.partition("-")
+    return ENGINE_OF.get(mode + "-projection" * ("projection" in rest)) == case.rpartition("-")[2]
 
 
-@pytest.mark.parametrize("case", [pytest.param(n, marks=() if is_turn(n) else pytest.mark.slow) for n in ON_METAL])
+@pytest.mark.parametrize("case", [pytest.param(n, marks=() if is_default(n) else pytest.mark.slow) for n in ON_METAL])
 def test_metal_within_bounds(case):
     """On the Metal emulator, two layers with sequences of different lengths give results within derived error
-    bounds, for every Metal engine and cell that `engines.choose` allows."""
+    bounds, for every Metal engine and cell that `engines.choose` allows. LSTMs on `fused` also compute steps again."""
     engine, fixed = ON_METAL[case]
+    seed = 21 if case.startswith("lstm") and engine == "fused" else 20
     with on_metal():
-        check(21, np.float32, engine, L=2, T=3, N=3, I=4, H=3, lengths=np.array([2, 3, 1]), **fixed)
+        check(seed, np.float32, engine, L=2, T=3, N=3, I=4, H=5, lengths=np.array([2, 3, 1]), **fixed)
 
 
-@pytest.mark.parametrize(("L", "D", "lengths"), [(1, 1, None), (2, 2, [5, 2, 3])], ids=["one", "two, ragged"])
-def test_jax_reads_the_same_buffer(L, D, lengths):
+def test_jax_reads_the_same_buffer():
     """jax reads our parameter buffer unchanged, and its reference implementation of cuDNN's LSTM gives the same
-    outputs and gradients."""
+    outputs and gradients, with several layers, directions and lengths."""
     jax = pytest.importorskip("jax")
     rnn = pytest.importorskip("jax.experimental.rnn")
-    case = draw(L, mode="lstm", L=L, D=D, T=5, N=3, I=4, H=3, P=0, lengths=lengths and np.array(lengths))
+    L, D = 2, 2
+    case = draw(L, mode="lstm", L=L, D=D, T=5, N=3, I=4, H=3, P=0, lengths=np.array([5, 2, 3]))
     sizes = case.I, case.H, L, D == 2
     assert rnn.get_num_params_in_lstm(*sizes) == case.inputs["params"].size
 
     def theirs(x, h, c, params):
-        lengths = np.full(3, 5) if case.lengths is None else case.lengths
         weights = rnn.unpack_lstm_weights(params, *sizes)
-        x, lengths = x.swapaxes(0, 1), lengths.astype(np.int32)
+        x, lengths = x.swapaxes(0, 1), case.lengths.astype(np.int32)
         y, h, c = rnn.lstm_ref(x, h, c, *weights, lengths, case.I, case.H, L, 0.0, D == 2)
         return y.swapaxes(0, 1), h, c
 
+    def both(inputs, cotangents):
+        outputs, pull = jax.vjp(theirs, *inputs)
+        return outputs, pull(cotangents)
+
     with jax.enable_x64(True):
-        outputs, pull = jax.vjp(theirs, *(case.inputs[name] for name in INPUTS))
-        gradients = pull(tuple(map(jax.numpy.asarray, case.cotangents.values())))
+        given = tuple(case.inputs[name] for name in INPUTS), tuple(map(jax.numpy.asarray, case.cotangents.values()))
+        outputs, gradients = jax.jit(both, compiler_options=FAST)(*given)
     for got, names, found in zip(ours(case, np.float64), (OUTPUTS, INPUTS), (outputs, gradients), strict=True):
         assert_double(got, dict(zip(names, map(np.asarray, found), strict=True)))
 
@@ -163,13 +167,12 @@ def by_grad(case, dtype, **options):
     return dict(zip(INPUTS, map(to_numpy, gradients), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("attributes", ATTRIBUTES)
 @pytest.mark.parametrize("D", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-def test_grad_equals_backprop(mode, D, attributes, dtype):
+def test_grad_equals_backprop(mode, D, attributes):
     """The gradients of mx.vjp equal the backward op's gradients bit for bit, because both run the same computation."""
-    for seed, lengths in enumerate((None, np.array([1, 4, 3]))):
+    for seed, (lengths, dtype) in enumerate([(None, np.float32), (np.array([1, 4, 3]), np.float64)]):
         input_mode = "skip_input" if attributes == "skip_input" else "linear_input"
         case = draw(seed, mode=mode, L=3, D=D, T=4, N=3, I=3, H=3, input_mode=input_mode, lengths=lengths)
         _, expected = ours(case, dtype, **ATTRIBUTES[attributes])

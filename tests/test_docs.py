@@ -144,6 +144,17 @@ def test_links_lead_to_files_and_headings(page):
             assert not anchor or anchor in anchors(page.parent / path if path else page), f"{page}: {target}"
 
 
+@pytest.mark.parametrize("page", PAGES + OTHER_PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_row_of_a_table_is_one_line_with_the_cells_of_the_row_above(page):
+    lines = re.sub(r"`[^`\n]*`|\\\|", "", FENCE.sub("", page.read_text())).splitlines()  # | may stand in code
+    for line, above in zip(lines, ["", *lines], strict=False):
+        if line.startswith("|"):
+            assert line.endswith("|"), line
+            assert line.count("|") == above.count("|") or not above.startswith("|"), line
+        else:
+            assert " | " not in line, line
+
+
 def test_places_in_contributing_exist():
     """Every path in backticks in CONTRIBUTING.md exists in the repository or in the package mlx_lstm."""
     page = (ROOT / "CONTRIBUTING.md").read_text()

@@ -106,7 +106,7 @@ def every_option(rng, word, sizes):
     return options
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize("word", OPS)
 def test_agrees_with_ops(monkeypatch, word, seed):
     """Engine `numpy` agrees with engine `ops` for random options, narrow and wide batches, several chunks of time,
@@ -127,7 +127,7 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     check(word, arrays, options, wanted, cut if rng.random() < 0.5 else whole, seed)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("word", OPS)
 def test_a_shrinking_batch_agrees_with_ops(monkeypatch, word, seed):
     """For sequences of different lengths, engine `numpy` divides the time steps into segments and leaves out the
@@ -148,8 +148,7 @@ def test_a_shrinking_batch_agrees_with_ops(monkeypatch, word, seed):
     assert not any(options["lengths"]) or (all(one.T * one.B < T * B for one in ran) and ran)
 
 
-@pytest.mark.parametrize("checkpoint_every", [None, 7])
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("dtype, checkpoint_every", [(mx.float16, None), (mx.bfloat16, 7), (mx.float32, 7)])
 @pytest.mark.parametrize("word", OPS)
 def test_a_shrinking_batch_agrees_in_16_bits_and_with_checkpoints(word, dtype, checkpoint_every):
     """The gradients of sequences of different lengths agree with engine `ops`, also in 16 bits and with recomputed
@@ -175,7 +174,7 @@ def test_a_shrinking_batch_agrees_in_16_bits_and_with_checkpoints(word, dtype, c
 
 
 @pytest.mark.parametrize("copied", [0, 2**20])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("word", OPS)
 def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
     """Engine `numpy` agrees with engine `ops` for wide batches, with and without copied weights. If Wx and Wh are
@@ -190,7 +189,7 @@ def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
     spoil_padding(arrays["x"], options["lengths"])
-    check(word, arrays, options, ["h"], cut if seed % 4 < 2 else whole, seed)
+    check(word, arrays, options, ["h"], cut if seed < 2 else whole, seed)
 
 
 @pytest.mark.parametrize("strided", [False, True])

@@ -71,8 +71,7 @@ def peak_of_calls(module, kind, B, H=128, T=20):
     return mx.get_peak_memory() - before
 
 
-@pytest.mark.parametrize("B", [1, 16, 64])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("kind, B", [("LSTM", 1), ("LSTM", 64), ("GRU", 16), ("RNN", 64)])
 def test_peak_of_a_call_for_each_step_is_near_that_of_mlx(kind, B):
     """A program that calls a layer for each step in training needs at most 1.2 times the memory that the layer of
     `mlx.nn` needs."""

@@ -18,7 +18,7 @@ from mlx_lstm.oracle.closeness import bounds_of, exact_and_bounds
 
 ROUNDING_MARGIN = 1e-4  # smallest allowed distance of relu and hard_sigmoid arguments from their kinks
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
-CASES = {"lstm": 100, "gru": 30, "single_gate_rnn": 30}
+CASES = {"lstm": 50, "gru": 25, "single_gate_rnn": 20}
 """The number of random cases that a test draws for each op and each seed."""
 
 OPTIONAL = ("input_weight", "bias", "peephole", "init_state", "init_cell", "secondary_bias", "mask")
@@ -87,7 +87,7 @@ def has_metal(engine, case):
     return True
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 @pytest.mark.parametrize("op", CASES)
 def test_random_combinations(op, seed):
     rng = np.random.default_rng([seed, len(op)])
@@ -111,7 +111,7 @@ def check_on_metal(op, count, seed):
     return ran
 
 
-@pytest.mark.parametrize("op, count", [("lstm", 4), ("gru", 2), ("single_gate_rnn", 2)])
+@pytest.mark.parametrize("op, count", [("lstm", 2), ("gru", 1), ("single_gate_rnn", 1)])
 def test_random_combinations_on_metal(op, count):
     check_on_metal(op, count, seed=1)
 
@@ -128,7 +128,7 @@ def test_gradients_of_the_forward_op_are_those_of_the_gradient_op(op):
     defines. The cotangents of h and of the last states are the gradient op's source_gradient, state_gradient and
     cell_gradient."""
     rng = np.random.default_rng(3)
-    for number in range(20):
+    for number in range(8):
         case = random_case(rng, op)
         (expected, limit), descriptor = within(case), ours.make_descriptor(case)
         how = {"engine": ("ops", "numpy")[number % 2], "checkpoint_every": (None, 1, 2, "auto")[number // 2 % 4]}
@@ -164,10 +164,8 @@ def last(case, states):
     return mx.concatenate([forward[-1], reverse[0]], axis=-1)
 
 
-@pytest.mark.parametrize("engine", ["ops", "numpy"])
-@pytest.mark.parametrize("bidirectional", [False, True], ids=["uni", "bi"])
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_torch_lstm_by_chained_calls(layers, bidirectional, engine):
+@pytest.mark.parametrize("layers, bidirectional", [(1, False), (2, True)], ids=["one, uni", "two, bi"])
+def test_torch_lstm_by_chained_calls(layers, bidirectional):
     torch = pytest.importorskip("torch")
     T, N, I, H, D = 6, 3, 5, 4, 2 if bidirectional else 1
     torch.manual_seed(0)
@@ -190,15 +188,16 @@ def test_torch_lstm_by_chained_calls(layers, bidirectional, engine):
     def chain_with(run):
         return chain(case, stack, source.detach().numpy(), cotangents[0].numpy(), run)
 
-    got = chain_with(lambda case: ours.run(case, engine))
     limit = bounds_of(lambda fl: chain_with(lambda case: judge.evaluated(case, fl)), np.float32)
     expected = {"y": y.detach().numpy(), "dsource 0": source.grad.numpy()}
     for layer in range(layers):
         gradients = apple_weights(lstm, layer, D, gradient=True)
         gradients |= {name: side_by_side(named[name].grad, layers, D)[layer] for name in ("init_state", "init_cell")}
         expected |= {f"d{name} {layer}": gradient for name, gradient in gradients.items()}
-    for name, value in expected.items():
-        assert_within(name, got[name], value.astype(np.float64), 2 * limit[name])
+    for engine in ("ops", "numpy"):
+        got = chain_with(lambda case, engine=engine: ours.run(case, engine))
+        for name, value in expected.items():
+            assert_within(name, got[name], value.astype(np.float64), 2 * limit[name])
 
 
 def chain(case, stack, source, source_gradient, run):
@@ -265,7 +264,7 @@ def test_other_readings_of_the_formula(readings):
 def test_hard_sigmoid_of_slope_a_sixth(op):
     rng, readings = np.random.default_rng(1), {"hard_sigmoid": "x/6"}
     descriptor = dict.fromkeys(ACTIVATION_PROPERTIES[op], "hard_sigmoid")
-    for _ in range(10):
+    for _ in range(4):
         case = draw_until(
             lambda case: judge.kink_distance(case, **readings) > ROUNDING_MARGIN,
             rng,

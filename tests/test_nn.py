@@ -9,6 +9,7 @@ import mlx.optimizers
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from pairs import pairs
 
 import mlx_lstm.nn as nn
 from mlx_lstm import torch
@@ -42,10 +43,9 @@ def loss_and_gradients(layer, x, states, cotangents, call=None):
     return dict(tree_flatten([value, gradients]))
 
 
-@pytest.mark.parametrize("engine", ["numpy", "ops"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("given", STATES, ids=["no state", "hidden", "cell", "both"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape, given, bias, engine", pairs(shape=SHAPES, given=STATES, bias=[True, False], engine=["numpy", "ops"])
+)
 def test_values_and_gradients(shape, given, bias, engine):
     mx.random.seed(0)
     ours, theirs = pair(bias, engine=engine)
@@ -276,7 +276,7 @@ def test_a_step_is_the_only_step_of_a_call(kind, engine):
     def only_step(x, **states):
         return tuple(out[..., 0, :] for out in as_tuple(layer(x[..., None, :], **states)))
 
-    for batch, given in itertools.product([(), (1,), (3,), (2, 3)], [(), names[:1], names]):
+    for batch, given in [((), names), ((1,), ()), ((3,), names[:1]), ((2, 3), names)]:
         x, states = mx.random.normal((*batch, D)), {name: mx.random.normal((*batch, H)) for name in given}
         weights, found = [mx.random.normal((*batch, H)) for _ in names], []
         for call in (layer.step, only_step):
@@ -432,11 +432,10 @@ def pair_of(layer, bias=True, **options):
     return ours, theirs
 
 
-@pytest.mark.parametrize("engine", ["numpy", "ops"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("given", [(), ("hidden",)], ids=["no state", "hidden"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "layer, shape, given, bias, engine",
+    pairs(layer=LAYERS, shape=SHAPES, given=STATES[:2], bias=[True, False], engine=["numpy", "ops"]),
+)
 def test_gru_and_rnn_values_and_gradients(layer, shape, given, bias, engine):
     mx.random.seed(0)
     ours, theirs = pair_of(layer, bias, engine=engine)

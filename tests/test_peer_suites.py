@@ -97,6 +97,7 @@ def test_nodes_of_onnx(engine):
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_module_samples_of_torch():
     """All samples in torch's own tests of nn.LSTM, GRU and RNN give torch's results. They run in training mode
     with requires_grad, and in evaluation mode without.
@@ -160,7 +161,7 @@ def test_sums_of_tensorflow(engine, mode):
     with mx.stream(mx.cpu):
         params = mx.ones((cudnn.cudnn_rnn_params_size(L, H, I, rnn_mode=mode).item(),))
         state = mx.ones((L, N, H))
-        for dropout in (0.0, 0.5, 1.0):
+        for dropout in (0.0, 1.0) if engine == "numpy" else (0.5,):
             options = {"rnn_mode": mode, "dropout": dropout, "is_training": False, "engine": engine}
             out = cudnn.cudnn_rnn(mx.ones((T, N, I)), state, state, params, **options)
             total = sum(np.array(value, np.float64).sum() for value in out[: 3 if mode == "lstm" else 2])
@@ -221,8 +222,7 @@ def tflite(arrays, x, width, cell_clip, projection_clip):
     return interpreter.get_tensor(operator.outputs[0])
 
 
-@engines
-def test_lstm_of_tensorflow_lite(engine):
+def test_lstm_of_tensorflow_lite():
     """Our LSTM agrees with TensorFlow Lite for every combination of coupled gates, peepholes, projection and clips.
     Coupled gates have i = 1 - f, which is the sigmoid of the negated argument of f."""
     count = 0
@@ -244,7 +244,7 @@ def test_lstm_of_tensorflow_lite(engine):
         own = [[None if coupled else i, *rest] for i, *rest in (split[name] for name in ("Wx", "Wh", "b"))]
         given = [*own[0], *own[1], None if coupled else p_i, p_f, p_o, *own[2], case.get("Wp"), None]
         expected = tflite(given, case["x"], case["Wh"].shape[1], case["cell_clip"], case["projection_clip"])
-        assert_equal(engine, case, {"h": expected})
+        assert_equal(ENGINES[sum(flags) % 2], case, {"h": expected})
         count += 1
     assert count == 24
 

@@ -8,7 +8,7 @@ import mlx.nn
 import numpy as np
 import pytest
 from cases import to_mlx, to_numpy
-from on_metal import on_metal
+from on_metal import in_turns, on_metal
 from pointwise_cases import (
     NOT_FLOATS,
     OPTIONS,
@@ -53,8 +53,7 @@ def test_odd_sizes_are_right(sizes):
             assert_right(run(ZOO[cell], case, cotangents, by_pointwise(engine)), exact, bounds, f"{cell} {engine}")
 
 
-@pytest.mark.parametrize("sizes", [(5, 3, 2, 7), (35, 17, 3, 6)])
-@pytest.mark.parametrize("cell", ZOO)
+@pytest.mark.parametrize("cell, sizes", in_turns([(cell,) for cell in ZOO], [(5, 3, 2, 7), (35, 17, 3, 6)]))
 def test_inference_on_numpy_is_right(cell, sizes):
     """The outputs of a call without a gradient are right on the engine `numpy`, which then saves nothing for a backward
     pass and computes some gates in another way. The second size is one at which each step computes the products with x
@@ -161,8 +160,7 @@ def test_slstm_equals_a_loop_of_the_papers_equations():
     np.testing.assert_allclose(np.array(n) * scale, n_t, rtol=1e-12)
 
 
-@pytest.mark.parametrize("lengths", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed, lengths", [(0, False), (1, True)])
 def test_extreme_input_gates_of_slstm(seed, lengths):
     """From states of 0 and after a reset by `keep`, outputs and gradients of the sLSTM are right for preactivations of
     the input gate from -1000 to 1000."""

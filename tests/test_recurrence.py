@@ -33,7 +33,7 @@ from cases import (
 )
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from on_metal import in_turns
+from on_metal import crossed, in_turns
 
 from mlx_lstm import lstm, recurrence
 from mlx_lstm.engines.definitions import activate
@@ -43,6 +43,8 @@ from mlx_lstm.oracle.closeness import SAFETY, float_of
 
 ENGINES = ("numpy", "ops")
 EVERY_OPTION = OPTIONS | CELLS | BOTH
+SEVERAL_OPTIONS = {name: case for name, case in crossed(EVERY_OPTION, 0).items() if name.endswith(".0")}
+"""All options but the shapes of masks, several in each case: {name: arguments of `draw`}."""
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 SINGLE_AND_DOUBLE = pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
 
@@ -79,19 +81,20 @@ def judged_option(option, dtype):
     return judged(*draw_away_from_kinks(1, **EVERY_OPTION[option]), dtype)
 
 
-@SINGLE_AND_DOUBLE
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("option", EVERY_OPTION)
+@pytest.mark.parametrize("option, dtype", in_turns([(option,) for option in EVERY_OPTION], [np.float32, np.float64]))
 def test_each_option_alone(option, engine, dtype):
+    """Each option is right on both engines. The options take turns with the dtypes, because one dtype or the other
+    changes no code of an option; `test_options_in_random_combination` runs all options in both dtypes."""
     check_judged(judged_option(option, dtype), engine, dtype)
 
 
 @pytest.mark.parametrize("engine", ["ops", "numpy"])
-@pytest.mark.parametrize("option", EVERY_OPTION)
-def test_each_option_in_a_single_step(option, engine):
-    """A call with one time step returns the right results with each option. Engine `ops` builds a different, smaller
+@pytest.mark.parametrize("case", SEVERAL_OPTIONS)
+def test_options_in_a_single_step(case, engine):
+    """A call with one time step returns the right results with all options. Engine `ops` builds a different, smaller
     graph for such a call than for several steps."""
-    options = EVERY_OPTION[option] | {"sizes": (1, *SIZES[1:])}
+    options = SEVERAL_OPTIONS[case] | {"sizes": (1, *SIZES[1:])}
     if "lengths" in options:
         options["lengths"] = [min(length, 1) for length in options["lengths"]]
     if "hold" in options:
@@ -137,63 +140,65 @@ sizes = st.tuples(
 )
 
 
-def check_combination(kind, engine, dtype, seed, sizes, shown):
-    """Check one random combination of options. Bit n of `shown` says whether the n-th output has a cotangent; if no
-    bit is set, all outputs have one."""
+def check_combination(kind, dtype, seed, sizes, shown):
+    """Check one random combination of options on both engines. Bit n of `shown` says whether the n-th output has a
+    cotangent; if no bit is set, all outputs have one."""
     options = combination(np.random.default_rng(seed), sizes, **KINDS[kind])
     case, cotangents = draw_away_from_kinks(seed, ROUNDING_MARGIN, sizes=sizes, **options)
     given = {name: value for n, (name, value) in enumerate(cotangents.items()) if shown >> n & 1}
     judgement = judged(case, given or cotangents, dtype)
     assume(is_in_range(judgement[2]))
-    try:
-        check_judged(judgement, engine, dtype)
-    except AssertionError:
-        assume(keeps_off_kinks(judgement[0], dtype))
-        raise
+    for engine in ENGINES:
+        try:
+            check_judged(judgement, engine, dtype)
+        except AssertionError:
+            assume(keeps_off_kinks(judgement[0], dtype))
+            raise
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1), sizes=sizes, shown=st.integers(0, 31))
-@SINGLE_AND_DOUBLE
-@pytest.mark.parametrize("engine", ENGINES)
-def test_options_in_random_combination(engine, dtype, seed, sizes, shown):
-    check_combination("lstm", engine, dtype, seed, sizes, shown)
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32 - 1), sizes=sizes, shown=st.integers(0, 31))
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lstm"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_options_of_every_kind_in_random_combination(engine, kind, seed, sizes, shown):
-    check_combination(kind, engine, np.float32, seed, sizes, shown)
+@pytest.mark.parametrize(
+    "kind, dtype", [("lstm", np.float64), *[(kind, np.float64 if "both" in kind else np.float32) for kind in KINDS]]
+)
+def test_options_in_random_combination(kind, dtype, seed, sizes, shown):
+    check_combination(kind, dtype, seed, sizes, shown)
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), sizes=sizes, shown=st.integers(0, 31))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_options_in_many_random_combinations(engine, kind, seed, sizes, shown):
-    check_combination(kind, engine, np.float32, seed, sizes, shown)
+def test_options_in_many_random_combinations(kind, seed, sizes, shown):
+    check_combination(kind, np.float32, seed, sizes, shown)
 
 
 @cache
 def in_half(option, word):
     rng, dtype = np.random.default_rng(5), HALVES[word]
-    case = draw(rng, dtype=dtype, **EVERY_OPTION[option])
+    case = draw(rng, dtype=dtype, **SMOOTH[option])
     cotangents = draw_cotangents(rng, forward(**case), dtype)
     ref = forward(**case) | backward(case, cotangents)
     return case, cotangents, ref, forward(**case, dtype=dtype) | backward(case, cotangents, dtype=dtype)
 
 
-SMOOTH = [(name,) for name in EVERY_OPTION if "relu" not in name and "hard" not in name]
+SMOOTH = {
+    name: {key: value for key, value in case.items() if not key.startswith("activation")}
+    for name, case in SEVERAL_OPTIONS.items()
+}
+SMOOTH |= {
+    name: case
+    for name, case in EVERY_OPTION.items()
+    if {"activation", "activations"} & case.keys() and "relu" not in name and "hard" not in name
+}
+"""All options, several in each case, and each smooth activation. Activations with kinks are left out: rounding to 16
+bits moves arguments across a kink in any implementation."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("option, word", in_turns(SMOOTH, [*HALVES], others=True))
+@pytest.mark.parametrize("option, word", in_turns([(name,) for name in SMOOTH], [*HALVES], others=True))
 def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word):
-    """The error in a 16-bit dtype is at most about twice the error of the oracle's formula computed in this dtype.
-    Activations with kinks are left out: rounding to 16 bits moves arguments across a kink in any implementation."""
+    """The error in a 16-bit dtype is at most about twice the error of the oracle's formula computed in this dtype."""
     case, cotangents, ref, same = in_half(option, word)
     outputs, gradients = run(case, engine, HALVES[word], cotangents)
     for name, value in (outputs | gradients).items():
@@ -318,9 +323,9 @@ def nearly_closed(op, dtype, sizes):
     "dtype, sizes",
     [
         (np.float32, (4, 3, 2, 5, 5)),
-        (np.float64, (33, 16, 3, 2, 2)),
+        (np.float64, (9, 58, 3, 2, 2)),
         (HALVES["bfloat16"], (4, 3, 2, 5, 5)),
-        pytest.param(np.float32, (33, 16, 3, 2, 2), marks=pytest.mark.slow),
+        pytest.param(np.float32, (9, 58, 3, 2, 2), marks=pytest.mark.slow),
     ],
     ids=["float32, narrow", "float64, wide", "bfloat16, narrow", "float32, wide"],
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from assertions import assert_within
 from cases import CELLS, OPTIONS, ROUNDING_MARGIN, draw_away_from_kinks, split, to_mlx
-from on_metal import in_turns, on_metal
+from on_metal import crossed, on_metal
 from test_parameter_changes import CHANGES
 
 import mlx_lstm.torch
@@ -103,11 +103,9 @@ ACTIVATIONS = ("_gates", "_output", "_candidate")  # last parts of the names of 
 
 
 def is_slow(name, engine):
-    """Return whether a call is a slow test, because it would compile kernels for nothing else. By default each option
-    runs on `fused` or on `stepwise`, in turns, and an option that changes only activations runs on `numpy` alone."""
-    alone = [each for each in ENGINES[2:] if is_possible(STEP_OPTIONS[name], each)]
-    turn = alone[list(STEP_OPTIONS).index(name) % len(alone)]
-    return engine != "numpy" if name.endswith(ACTIVATIONS) else engine in alone and engine != turn
+    """Return whether a call is a slow test. By default an option that changes only activations runs on `numpy` alone,
+    and Metal engines run several options at once: see `test_options_on_metal_equal_the_oracle`."""
+    return engine != "numpy" if name.endswith(ACTIVATIONS) else engine in ENGINES[2:]
 
 
 @pytest.mark.parametrize(
@@ -115,24 +113,43 @@ def is_slow(name, engine):
     [pytest.param(*call, marks=pytest.mark.slow if is_slow(*call) else ()) for call in CALLS],
 )
 def test_every_option_equals_the_oracle(name, engine):
-    option = STEP_OPTIONS[name]
+    check_options(STEP_OPTIONS[name], name, engine)
+
+
+CROSSED = {
+    engine: crossed({name: case for name, case in STEP_OPTIONS.items() if is_possible(case, engine)}, turn, fewest=2)
+    for turn, engine in enumerate(["stepwise", "fused"])
+}
+"""Cases that have several options each."""
+
+ON_METAL = [("fused", f"{name}.0") for name in ("lstm_1", "lstm_3", "lstm_norm_1", "gru_1", "gru_norm_0")]
+ON_METAL += [("stepwise", f"{name}.0") for name in ("lstm_2", "lstm_norm_3", "gru_before_2", "rnn_1")]
+"""Cases with all cells, and with nearly all options of a step. Few kernels are compiled for them."""
+
+
+@pytest.mark.parametrize("engine, name", ON_METAL)
+def test_options_on_metal_equal_the_oracle(engine, name):
+    check_options(CROSSED[engine][name], name, engine)
+
+
+def check_options(options, name, engine):
     on_gpu = engine in ("fused", "stepwise")
     for batch in ((3,),) if on_gpu else ((), (2, 2)):
         B = int(np.prod(batch))
-        case = drawn(sizes=(T, B, I, H, 3), dtype=np.float32, **(option | {"keep": True}))
+        case = drawn(sizes=(T, B, I, H, 3), dtype=np.float32, **(options | {"keep": True}))
         with on_metal() if on_gpu else mx.stream(mx.cpu):
             check_case(case, engine, np.float32, batch, name)
 
 
-@pytest.mark.parametrize("op", CELL)
 @pytest.mark.parametrize(
-    "engine, dtype",
+    "op, engine, dtype",
     [
-        *product(ENGINES[:2], [np.float16, ml_dtypes.bfloat16, np.float64]),
-        *in_turns([(engine,) for engine in ENGINES[2:]], [np.float16, ml_dtypes.bfloat16], others=True),
+        *product(CELL, ENGINES[:2], [np.float16, ml_dtypes.bfloat16, np.float64]),
+        ("lstm", "fused", np.float16),
+        ("gru", "stepwise", ml_dtypes.bfloat16),
     ],
 )
-def test_every_dtype_equals_the_oracle(dtype, engine, op):
+def test_every_dtype_equals_the_oracle(op, engine, dtype):
     """The results of steps in 16-bit dtypes and float64 differ from the oracle's by at most the error bounds that a
     whole sequence has in this dtype."""
     on_gpu = engine in ("fused", "stepwise")
@@ -217,8 +234,14 @@ def test_equals_step_in_every_layer(kind, name):
             assert_close(stepper(frames[0]), call(frames[0], state)[0])
 
 
-@pytest.mark.parametrize("name", ["layer", "quantized", "stack", "torch", "from_weights"])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        *product(["LSTM"], ["layer", "quantized", "stack", "torch", "from_weights"]),
+        *product(["GRU"], ["layer", "torch"]),  # the only cell with a second bias
+        ("RNN", "quantized"),
+    ],
+)
 def test_changed_parameters_are_seen(kind, name):
     """After any change of a parameter, the next step gives the same result as a new stepper in the same state, or
     raises an error."""

@@ -10,6 +10,7 @@ import pytest
 from assertions import assert_close
 from mlx.utils import tree_flatten
 from on_metal import on_metal
+from pairs import pairs
 
 import mlx_lstm.torch as ours
 from mlx_lstm import convert, lstm, nn, rnn
@@ -23,7 +24,6 @@ KINDS = {"LSTM": {}, "LSTM_projection": {"proj_size": 2}, "GRU": {}, "RNN": {}, 
 STACKS = [
     {"num_layers": 1, "bidirectional": False},
     {"num_layers": 2, "bidirectional": True},
-    pytest.param({"num_layers": 3, "bidirectional": False}, marks=pytest.mark.slow),
 ]
 
 
@@ -113,14 +113,14 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("form", "engine"), [*((form, "numpy") for form in FORMS), ("plain", "ops"), ("lengths", "ops")]
-)
-@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: "-".join(map(str, stack.values())))
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_in_double_precision(kind, stack, form, engine):
+RUNS = [*((form, "numpy") for form in FORMS), ("plain", "ops"), ("lengths", "ops")]
+
+
+@pytest.mark.parametrize("kind, stack, run", pairs(kind=KINDS, stack=STACKS, run=RUNS))
+def test_values_and_gradients_in_double_precision(kind, stack, run):
     """Values and gradients in float64 agree with torch. The tolerance is wider for the engine `ops`, because MLX's
     float64 functions have only float32 accuracy."""
+    form, engine = run
     shape, options, given, lengths = FORMS[form]
     theirs, layer = layers(kind, torch.float64, **stack, **options)
     layer.engine = engine

@@ -9,6 +9,7 @@ import mlx.nn
 import numpy as np
 import pytest
 from cases import EVERY_ARRAY, KINDS, OPTIONS, OUTPUTS_OF, draw_away_from_kinks, run, split, to_mlx
+from pairs import pairs
 
 import mlx_lstm.nn
 from mlx_lstm import lstm, recurrence
@@ -71,9 +72,7 @@ def test_vmap_over_one_argument(kind):
         np.testing.assert_allclose(np.array(got[1]), expected, rtol=0, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("engine", [None, "ops"])
-@pytest.mark.parametrize("training", [True, False])
-@ALL_KINDS
+@pytest.mark.parametrize("kind, training, engine", pairs(kind=KINDS, training=[True, False], engine=[None, "ops"]))
 def test_vmap_over_lengths(kind, training, engine):
     """mx.vmap over lengths, alone or together with x, gives the outputs of separate calls. vmap of grad and grad of
     vmap give the gradients of separate calls."""
@@ -340,8 +339,7 @@ def test_two_gradients_of_one_forward(kind):
     assert_trees_close([total], [first + second])
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, training", [(kind, n % 2 == 0) for n, kind in enumerate(KINDS)])
 def test_weights_that_have_values_inside_a_gradient_still_get_theirs(kind, training):
     """Weights get their gradients although they were evaluated inside the gradient function. After an evaluation MLX
     no longer marks them as traced. The weights are used twice and mixed with constants."""

@@ -22,8 +22,8 @@ from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
 from .tune import tune
 
-QUICK = {"seconds": 1.0, "rounds": 3}
-FULL = {"seconds": 10.0, "rounds": 5}
+QUICK = {"seconds": 1.0, "rounds": 3}  # the defaults of --seconds and --rounds with --quick
+FULL = {"seconds": 10.0, "rounds": 5}  # and without
 
 PASSES_HELP = (
     "forward, backward (with its forward pass) or, for streaming, paced (a step every 3 ms); default: those of the case"
@@ -36,7 +36,7 @@ APPLY = {
     "tune": ("case", "tune_file"),
 }
 """The options that may be used in each kind of run. The key is the option that starts the kind of run, or "" for a
-normal measurement of times."""
+normal measurement of times, with all options but --tune-file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         complete(options)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
-    in_all_digits()
+    in_all_digits()  # no TF32 in the products of MLX on the newest chips, which float64 would show as errors
     if options.tune:
         try:
             return tune(options.tune_file)
@@ -177,7 +177,7 @@ def check_together(options: argparse.Namespace) -> None:
     kinds = [name for name in APPLY if name and getattr(options, name)]
     if len(kinds) > 1:
         raise ValueError(f"one of {' and '.join(f'--{name}' for name in kinds)} at a time")
-    kind = kinds[0] if kinds else ""
+    kind = kinds[0] if kinds else ""  # "": a measurement of times, with which only --tune-file is of no use
     chosen = [name for name, value in vars(options).items() if value not in (None, False) and name != kind]
     if idle := [f"--{dashed(name)}" for name in chosen if name not in APPLY[kind]]:
         raise ValueError(f"{', '.join(idle)}: of no use {f'with --{kind}' if kind else 'without --tune'}")
@@ -248,6 +248,7 @@ def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
     """Return the engines to measure at a size: those that the user requested, or the one that the library chooses.
     Raise ValueError if a requested engine cannot run."""
     case = CASES[options.case]
+    # traced: False, as the timed calls are not inside a transformation such as `mx.compile`.
     where = {"sizes": size, "dtype": DTYPES[options.dtype], "device": options.device, "traced": False}
     where |= {"metal": has_metal(), "cell": case.cell, "bidirectional": case.bidirectional}
     return [choose(requested=word, **where).engine for word in dict.fromkeys(options.engine or [None])]

@@ -51,7 +51,7 @@ def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx
     """Return (functions, arrays). `functions` has one function per layer, by name; each computes h from the arrays
     x, Wx, Wh and b."""
     T, B, width, H = size
-    layer = nn.LSTM(1, 1)
+    layer = nn.LSTM(1, 1)  # of any size: `theirs` replaces its weights
 
     def theirs(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
         layer.Wx, layer.Wh, layer.bias = Wx, Wh, b
@@ -116,7 +116,7 @@ def measure_host(size: Size, dtype: str) -> list[Cost]:
     with suppress(AttributeError):  # only glibc has mallopt
         ctypes.CDLL(None).mallopt(TRIM_THRESHOLD, 2**30)
     with as_on_a_mac():  # so that our layers choose the Metal engines
-        mx.export_function(lambda node: None, timed, *arrays)
+        mx.export_function(lambda node: None, timed, *arrays)  # the callback drops what MLX would export
     middle = {key: median(each) for key, each in times.items()}
     return [
         Cost(name, which, value, value / size.T, value / middle[THEIRS, which])

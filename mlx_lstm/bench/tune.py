@@ -96,21 +96,26 @@ def write(
     measured: list[dict[str, object]],
     cuts: list[tuple[str, int, int, int]],
 ) -> None:
-    """Write the table to a file, with the measurements behind it. Raise OSError if the file cannot be written."""
+    """Write the table to a file, with the measurements behind it. Raise OSError if the file cannot be written.
+
+    engines: the table by dtype and B. measured: a dict for each point, see `measure_point`. cuts: where a cut is faster
+    than the built-in rule, (dtype, B, rows, spare).
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": tuning.machine(), "engines": engines, "cuts": cuts, "measured": measured}
     text = json.dumps(content, indent=1) + "\n"
-    write_whole(file, lambda partial: partial.write_text(text), force=True)
+    write_whole(file, lambda partial: partial.write_text(text), force=True)  # over the table of an earlier run
 
 
 def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
     """Return the fastest cut of `fused` at this batch size, or None for the cut that the built-in rule chooses. A cut
-    says how many batch rows a threadgroup has and how many registers hold no weights. The number of rows is chosen
-    first, then the number of registers."""
+    says how many batch rows a threadgroup has and how many registers hold no weights. It is timed at the H of `CUT_AT`.
+    The number of rows is chosen first, then the number of registers. `WORTH` says when a cut replaces the rule's."""
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
+    layer = LayerSize(LSTMCell(), B, H, DTYPES[dtype].size, directions=1, cores=tuning.gpu_cores())
     for step in ("rows", "spare"):
-        rows = best.rows if best else rows_for(LayerSize(LSTMCell(), B, H, DTYPES[dtype].size, 1, tuning.gpu_cores()))
+        rows = best.rows if best else rows_for(layer)  # those of the built-in rule
         tried = [Cut(rows) for rows in ROWS] if step == "rows" else [Cut(rows, spare) for spare in SPARE]
         times = measure({cut: ("fused", cut) for cut in (best, *tried)}, size, dtype, grid)
         words = {cut: f"rows {cut.rows} spare {cut.spare}" if cut else "by rule" for cut in times}
@@ -139,10 +144,10 @@ def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
 def measure_point(size: Size, dtype: str, grid: Grid) -> dict[str, object]:
     """Measure both Metal engines at one size. Return the milliseconds of each engine for forward and backward, or
     why its figure was discarded, and the name of the faster engine."""
-    cut = tuning.cut(DTYPES[dtype], size.B)
+    cut = tuning.cut(DTYPES[dtype], size.B)  # the one that `tune` tries, by `tuning.trying`
     times = measure({engine: (engine, cut) for engine in METAL_ENGINES}, size, dtype, grid)
     right = {engine: time for engine, time in times.items() if not isinstance(time, str)}
-    fastest = min(right, key=right.__getitem__, default="ops")
+    fastest = min(right, key=right.__getitem__, default="ops")  # plain MLX, if both kernels were discarded
     return {"dtype": dtype, "B": size.B, "H": size.H, **times, "engine": fastest}
 
 

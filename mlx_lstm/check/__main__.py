@@ -29,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         selection = Selection(options)
     except ValueError as error:
         parser.error(str(error))
-    in_all_digits()
-    on_one_thread()
+    in_all_digits()  # no TF32 in the products of MLX on the newest chips, which float64 would show as errors
+    on_one_thread()  # several threads of NumPy's BLAS would disturb the measured times
     report = Report(options.file, shlex.join(["python", "-m", "mlx_lstm.check", *arguments]), selection.device)
     try:
         report.save()
@@ -61,7 +61,7 @@ class Selection:
         for engine in options.engines or ():
             if self.hindrances[engine]:
                 raise ValueError(f"{engine} cannot run here: {self.hindrances[engine]}")
-        self.asked: bool = bool(options.engines)
+        self.asked: bool = bool(options.engines)  # whether the user chose engines
         wanted = options.engines or ENGINES
         self.engines: list[str] = [word for word in ENGINES if word in wanted and not self.hindrances[word]]
         pairs = ((n, engine) for n in self.numbers for engine in self.engines)
@@ -73,7 +73,8 @@ class Selection:
         return reasons[0] if all(reasons) else ""
 
     def absent(self) -> list[str]:
-        """Return a line about the engines that cannot run on this machine, and which of them would run on a Mac."""
+        """Return a line about the engines that cannot run on this machine, and how many comparisons a Mac would add. If
+        the user chose the engines, or all can run, return nothing."""
         missing = [engine for engine in ENGINES if self.hindrances[engine]]
         if self.asked or not missing:
             return []

@@ -57,7 +57,7 @@ FORMS = (
     Form(cells.minimal_gru, 2, recurrent=False),
     Form(cells.minimal_gru_log, 2, recurrent=False),
 )
-"""All cells of `mlx_lstm.cells`, with the arguments that each needs."""
+"""All cells of `mlx_lstm.cells`, with the arguments that each needs. The two numbers count its gates and states."""
 
 NORMED = (
     Form(cells.lstm, 4, 2, norm=Norm("sum", gates="each")),

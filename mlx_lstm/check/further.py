@@ -30,6 +30,8 @@ def commands(metal: bool) -> dict[str, Command]:
     missing = no_pyobjc()
     apple = f"{missing}, of PyObjC: on a Mac pip install '.[compare]'" if missing else ""
     absent = "" if metal else "MLX has no Metal back end here"
+    # Exit code 1 of `cells` means that an engine refuses a cell, so calls are slower, and of `settle` that MPSGraph
+    # differs from our reading of its documentation: these are answers. Of `compare` it means that results are wrong.
     return {
         "tune": Command(("bench", "--tune"), tuning.cache_file(), absent),
         "cells": Command(("check.cells",), None, absent, answers=(0, 1)),

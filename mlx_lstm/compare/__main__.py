@@ -167,10 +167,12 @@ def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: arg
     case, words = base_case(dumps[0])
     outcomes = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
     rows = list(rows_of(case, outcomes | {"yours": Outcome(dumps[0].results)}))
+    # An app whose arrays have another layout than Apple documents differs, too, even if all its results agree then.
     wrong = any(row.failed for row in rows) or bool(words)
-    reading, pairs = search(dumps) if any(row.failed and "yours" in row.pair for row in rows) else (None, False)
+    # tried_pairs: whether `search` also tried two changes of the interpretation at once.
+    reading, tried_pairs = search(dumps) if any(row.failed and "yours" in row.pair for row in rows) else (None, False)
     once = f"this is so once {' and '.join(words)}" if words else ""
-    show(rows, 1, options, explanation=reading_text(reading, pairs) if reading else once)
+    show(rows, 1, options, explanation=reading_text(reading, tried_pairs) if reading else once)
     if judge.kink_distance(case) < KINK_MARGIN:
         print("an argument of relu or hard_sigmoid is near a kink, where a gradient may jump", file=screen(options))
     more = {"read": words, "reading": reading._asdict() | {"case": case.name} if reading else None}
@@ -189,9 +191,10 @@ def conclude(rows: list[ComparisonRow], failed: bool, options: argparse.Namespac
     return 1 if failed else 0
 
 
-def reading_text(reading: Reading, pairs: bool) -> str:
+def reading_text(reading: Reading, tried_pairs: bool) -> str:
     """Return the text about the reading (one interpretation of the saved arrays) that explains all results. If none
-    does, describe the nearest reading and the results that it does not explain."""
+    does, describe the nearest reading and the results that it does not explain. tried_pairs: whether two changes of the
+    interpretation at once were tried, too."""
     by_form: dict[str, list[str]] = {}
     for name, form in reading.forms.items():
         if form and reading.distances[name] <= 1:
@@ -207,7 +210,7 @@ def reading_text(reading: Reading, pairs: bool) -> str:
         return (
             f"nearest: {reading.fitting} of {len(reading.distances)} results agree if {words}; left: {', '.join(left)}"
         )
-    tried = "layouts, gate orders, properties and open readings, alone" + (" and in pairs" if pairs else "")
+    tried = "layouts, gate orders, properties and open readings, alone" + (" and in pairs" if tried_pairs else "")
     return f"nothing fits: {tried}, were tried; nearest: {words}"
 
 
@@ -232,12 +235,12 @@ def show(
     print(report.card_text(report.machine_card()), file=out)
     if golden:
         print(f"golden computed by {golden.contender} on {report.card_text(golden.card)}", file=out)
-    if any(row.tensor != "-" for row in rows):
+    if any(not row.is_failed_call for row in rows):
         print(f"\n{report.rows_text(rows) if options.all else report.pairs_text(rows)}", file=out)
     if any(row.failed for row in rows):
         print(f"\n{report.failures_text(rows)}", file=out)
     print(report.LEGEND, file=out)
-    if any(row.tensor != "-" and "oracle" not in row.pair for row in rows):
+    if any(not row.is_failed_call and "oracle" not in row.pair for row in rows):
         print(report.LEGEND_OF_TWO, file=out)
     missing = absent()
     for why in dict.fromkeys(missing.values()):

@@ -3,6 +3,12 @@ the result that each reading (interpretation) of the documentation predicts.
 
 `fl` rounds the results of the float64 oracle's operations. Sizes: T steps, N batch, I inputs, H units, G gates, D
 directions. Names of arrays and properties are those of `mlx_lstm.mpsgraph`.
+
+A reading is a description with a function that measures how far MPSGraph's results are from what it predicts.
+`result(case, tensor)` measures it for the documented result, `result(case, tensor, form)` for another value that
+MPSGraph may return in its place: a key of `forms.predicted`, such as "c squashed". `value` does it for the values that
+a function computes. `shape(tensor, n, case)` asks for the argument's shape after n axes of 1, and `count(n)` for n
+results.
 """
 
 from collections.abc import Iterator
@@ -33,6 +39,7 @@ def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
         "before the activations": result(case, "z_state", "z_state before"),
     }
     yield Experiment("zstate_and_cell", "zState holds the gates", case, "after the activations", readings)
+    # g: the last activation, which an LSTM applies to c.
     readings = {"c": result(case, "c"), "g(c)": result(case, "c", "c squashed")}
     yield Experiment("zstate_and_cell", "the second result is", case, "c", readings)
     absent = ("peephole", "mask", "source_gradient", "state_gradient", "cell_gradient")
@@ -68,9 +75,7 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
 
 def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
     """Yield the experiments on the formula of the LSTM: E:peephole (does the output gate read c before or after the
-    step?), E:hard_sigmoid (which slope has it?) and E:forget_gate_last (in which order are the gates then?). A reading
-    is a possible answer, with the oracle's result that it predicts; `result` and `value` measure how far MPSGraph's
-    is."""
+    step?), E:hard_sigmoid (which slope has it?) and E:forget_gate_last (in which order are the gates then?)."""
     case = draw(rng, "lstm", SIZES, name="settle: peephole", absent=("mask",))
     for tensor in ("h", "dsource", "dpeephole"):
         readings = {"c[t-1]": result(case, tensor), "c[t]": result(case, tensor, output_peephole="current")}
@@ -151,7 +156,7 @@ def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
     yield Experiment("single_gate", "shape of dbias", case, "its argument's", readings)
     absent = ("input_weight", "bias", "init_state", "state_gradient", "mask")
     case = draw(rng, "single_gate_rnn", (1, 2, 3, 4), name="settle: relu at 0", absent=absent)
-    case.arrays["source"][:] = 0
+    case.arrays["source"][:] = 0  # without weights and states the source is the preactivation
     gradient = case.arrays["source_gradient"]
     readings = {
         f"{slope:g}": value(case, "dsource", lambda fl, s=slope: s * fl.load(gradient)) for slope in (0.0, 0.5, 1.0)
@@ -162,12 +167,13 @@ def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
 def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
     """Yield the experiments called E:gru_flavours. They ask three questions about Apple's GRU: which formula do its
     eight variants compute, what does zState hold, and which shapes do the gradients of the biases have?"""
-    for number in range(8):
-        names = ("reset_gate_first", "reset_after", "flip_z")
+    names = ("reset_gate_first", "reset_after", "flip_z")
+    for number in range(8):  # bit n of it is the value of flag n
         flags: dict[str, Any] = {name: bool(number >> n & 1) for n, name in enumerate(names)}
         word = ", ".join(name for name, flag in flags.items() if flag) or "no flag"
         case = draw(rng, "gru", SIZES, name=f"settle: gru, {word}", **flags)
         other = case._replace(descriptor=case.descriptor | {"flip_z": not flags["flip_z"]})
+        # Apple describes flipZ twice, in opposite ways: in the text on the op and in that on the property.
         for tensor in ("h", "dsource"):
             readings = {"that on the op": result(case, tensor), "that on the property": result(other, tensor)}
             question = f"flipZ is as in the text, by {tensor} with {word}"

@@ -1,5 +1,10 @@
 """What MPSGraph or an app may have returned in place of a documented result, and what it may have done with the
-arguments, computed by the float64 oracle. `experiments` and `readings` compare results with these forms."""
+arguments, computed by the float64 oracle. `experiments` and `readings` compare results with these forms.
+
+`fl` is the oracle's arithmetic: fl(value) rounds the result of one operation to a dtype, and fl.load(array) an argument
+of the op. readings: what the oracle takes for the points that Apple's documentation leaves open, such as
+{"hard_sigmoid": "x/6"}; keywords of `judge.options`.
+"""
 
 import numpy as np
 
@@ -11,8 +16,10 @@ from ..oracle.recurrence import unroll
 
 
 def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arrays:
-    """Return by name the documented results of a case. Return also arrays that a user's app may have saved in place
-    of a result. For example, "c squashed" is c after the last activation, which an app may have saved in place of c."""
+    """Return by name the documented results of a case. Return also arrays that MPSGraph or an app may have returned in
+    place of a result: "z_state before" or "after" the activations, "c squashed" by the last activation, "z_state
+    product" (see `with_product`), the "last" h or c alone, a result of a reverse layer "by step" (in the order of the
+    steps), one of two directions "halved" (the second half in the order of its steps)."""
     results = evaluated(case, fl, **readings)
     more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
     if case.op == "single_gate_rnn":
@@ -20,6 +27,7 @@ def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arra
     if case.op == "lstm":
         activation = options(case, **readings)["activations"][-1]
         more["c squashed"] = ACTIVATIONS[activation](results["c"], fl)
+    # `with_product` needs these two arrays and takes no mask.
     if case.op == "gru" and {"init_state", "secondary_bias"} <= set(case.arrays) and "mask" not in case.arrays:
         more["z_state product"] = with_product(case, fl)
     reverse = case.descriptor.get("reverse", False) and not case.bidirectional
@@ -41,8 +49,8 @@ def preactivations(case: CompareCase, fl: Rounding, **readings: str) -> np.ndarr
     directions, G: gates, H: units."""
     parts = []
     for side in sides(call_of(case, **readings)):  # one direction after the other
-        p = complete(side, fl)
-        tape = unroll(p, fl)[1]
+        p = complete(side, fl)  # the call with defaults for what it leaves out
+        _, tape = unroll(p, fl)  # what each step saves for the backward pass; `a`: its preactivations by gate
         parts.append(np.stack([np.concatenate([tape[t].a[gate] for gate in p.gate_order], -1) for t in range(p.T)]))
     return np.concatenate(parts, axis=-1)
 

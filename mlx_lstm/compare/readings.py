@@ -2,7 +2,11 @@
 interpretation of the arrays: other layouts, gate orders or properties, or another meaning of Apple's documentation.
 
 The readings are tried one by one, then in pairs. For the readings nearest to the saved arrays, error bounds are
-derived and the arrays are compared within these bounds.
+derived and the arrays are compared within these bounds. "E:name" in the printed text is the experiment of
+`compare --settle` that decides between two readings on a Mac.
+
+`dump.groups(name)` has a list for each axis of an array, with the letters of the sizes whose product the axis is: G
+gates, D directions, T steps, N items, I inputs, H units. `dump.sizes` has the numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +28,9 @@ from .forms import moved, predicted, side_by_side
 NEAREST = 3  # number of readings (interpretations) that are compared within error bounds
 FEW = 2  # sequences of the batch that the search compares; the forward op computes each independently
 LETTERS = {"lstm": "ifzo", "gru": "zro", "single_gate_rnn": "h"}
+"""The gate order by default, in the letters that `documented_order` explains."""
 FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "single_gate_rnn": ("reverse",)}
+"""The properties of a descriptor that a user may have forgotten."""
 
 
 class Change(NamedTuple):
@@ -87,6 +93,7 @@ def search(dumps: list[Dump]) -> tuple[Reading, bool]:
         best = nearest(alone, "readings")
     if best.fitting == len(best.distances):
         return best, False
+    # Two changes of the same kind exclude each other, except layouts, which may be of two arrays.
     pairs = [(dump, pair) for dump in dumps for pair in combinations(list(changes(dump, few=True)), 2)]
     pairs = [(dump, pair) for dump, pair in pairs if pair[0].kind != pair[1].kind or pair[0].kind == "layout"]
     return max(best, nearest(pairs, "pairs of readings"), key=lambda reading: reading.fitting), True
@@ -111,6 +118,7 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str
     case, words = base_case(dump)
     readings: dict[str, str] = {}
     for change in chosen:
+        # A change of an array's layout, such as "bias is [H, 4]", replaces what `base_case` said of this array.
         subject = change.words.partition(" is ")[0]
         words = [*(word for word in words if word.partition(" is ")[0] != subject), change.words]
         case = change.apply(case)
@@ -198,10 +206,10 @@ def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Ite
     if gates is not None:
         for order in orders(case):
             for layout, to_documented in layouts:
-                words = ", ".join(part for part in (f"in the order {spelled(order)}", layout) if part)
+                words = ", ".join(part for part in (f"in the order {order_text(order)}", layout) if part)
                 yield Form(
                     words,
-                    lambda v, to=to_documented, o=order: reordered(to(v), gates, dump.sizes, inverse(case, o)),
+                    lambda v, to=to_documented, o=order: reordered(to(v), gates, dump.sizes, gate_positions(case, o)),
                     name,
                 )
 
@@ -226,9 +234,8 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
     yield from of_options(case)
     weights = [name for name in case.arrays if name != "mask" and any("G" in part for part in dump.groups(name))]
     for order in orders(case):
-        yield Change(
-            "order", f"the gates of all weights are in the order {spelled(order)}", reorder(dump, case, weights, order)
-        )
+        words = f"the gates of all weights are in the order {order_text(order)}"
+        yield Change("order", words, reorder(dump, case, weights, order))
     for flag in FLAGS[case.op]:
         value = not case.descriptor.get(flag, False)
         # Leave out two changes that mean nothing: `reverse` if both directions run, and no `reset_after` for a case
@@ -236,23 +243,21 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
         if (flag, case.bidirectional) != ("reverse", True) and not (
             flag == "reset_after" and "secondary_bias" in case.arrays
         ):
-            yield Change(flag, f"the descriptor has {flag} = {value}", described(flag, value))
+            yield Change(flag, f"the descriptor has {flag} = {value}", with_property(flag, value))
     if few:
         return
     if len(weights) > 1:
         for name in weights:
             for order in orders(case):
-                yield Change(
-                    "order",
-                    f"the gates of {name} alone are in the order {spelled(order)}",
-                    reorder(dump, case, [name], order),
-                )
+                words = f"the gates of {name} alone are in the order {order_text(order)}"
+                yield Change("order", words, reorder(dump, case, [name], order))
+    # Apple's default activations; the gates not named here have "sigmoid".
     defaults = {"activation": "tanh" if case.op == "lstm" else "relu", "cell_gate_activation": "tanh"}
     defaults |= {"output_gate_activation": "tanh"} if case.op == "gru" else {}
     for name in ACTIVATION_PROPERTIES[case.op]:
         for word in ACTIVATIONS:
             if word != case.descriptor.get(name, defaults.get(name, "sigmoid")):
-                yield Change("activation", f"the descriptor has {name} = {word!r}", described(name, word))
+                yield Change("activation", f"the descriptor has {name} = {word!r}", with_property(name, word))
 
 
 def of_layouts(dump: Dump) -> Iterator[Change]:
@@ -286,13 +291,14 @@ def of_options(case: CompareCase) -> Iterator[Change]:
         yield Change("grads", "state_gradient enters at time T-1 (E:grads)", moved)
 
 
-def described(name: str, value: Any) -> Callable[[CompareCase], CompareCase]:
+def with_property(name: str, value: Any) -> Callable[[CompareCase], CompareCase]:
     """Return a function that sets one property in the descriptor of a case."""
     return lambda case: case._replace(descriptor=case.descriptor | {name: value})
 
 
-def documented(case: CompareCase) -> str:
-    """Return the gate order that Apple documents for the descriptor of this case, as letters."""
+def documented_order(case: CompareCase) -> str:
+    """Return the gate order that Apple documents for the descriptor of this case, in Apple's letters: z is an LSTM's
+    cell gate, which others call g, or a GRU's update gate; o is an LSTM's output gate or a GRU's candidate."""
     if case.descriptor.get("forget_gate_last"):
         return "izfo"
     return "rzo" if case.descriptor.get("reset_gate_first") else LETTERS[case.op]
@@ -300,27 +306,29 @@ def documented(case: CompareCase) -> str:
 
 def orders(case: CompareCase) -> list[str]:
     """Return all gate orders of the op except the order that Apple documents."""
-    return ["".join(order) for order in permutations(documented(case)) if "".join(order) != documented(case)]
+    by_apple = documented_order(case)
+    return [order for order in map("".join, permutations(by_apple)) if order != by_apple]
 
 
-def spelled(order: str) -> str:
+def order_text(order: str) -> str:
     """Return a gate order as Apple writes it, with the property that selects it."""
     names = {"izfo": " (forgetGateLast)", "rzo": " (resetGateFirst)"}
     return f"[{', '.join(order)}]{names.get(order, '')}"
 
 
-def inverse(case: CompareCase, order: str) -> list[int]:
+def gate_positions(case: CompareCase, order: str) -> list[int]:
     """Return for each gate of the order that Apple documents its position in the gate order `order`, such as "izfo"."""
-    return [order.index(gate) for gate in documented(case)]
+    return [order.index(gate) for gate in documented_order(case)]
 
 
 def reorder(dump: Dump, case: CompareCase, names: list[str], order: str) -> Callable[[CompareCase], CompareCase]:
     """Return a function that converts the arrays `names` of a case from the gate order `order` to the documented
     order."""
-    places = {name: next(n for n, parts in enumerate(dump.groups(name)) if "G" in parts) for name in names}
+    axes = {name: next(n for n, parts in enumerate(dump.groups(name)) if "G" in parts) for name in names}  # of gates
+    index = gate_positions(case, order)
 
     def apply(c: CompareCase) -> CompareCase:
-        turned = {n: reordered(c.arrays[n], axis, dump.sizes, inverse(case, order)) for n, axis in places.items()}
+        turned = {name: reordered(c.arrays[name], axis, dump.sizes, index) for name, axis in axes.items()}
         return c._replace(arrays=c.arrays | turned)
 
     return apply
@@ -334,7 +342,7 @@ def reordered(array: np.ndarray, axis: int, sizes: dict[str, int], index: list[i
 
 
 def exchanged(dump: Dump, case: CompareCase) -> CompareCase:
-    """Return a case with the two directions exchanged in all arrays."""
+    """Return a case with the two directions exchanged in all arrays but the mask, whose layout is an open point."""
     arrays = dict(case.arrays)
     for name in arrays:
         if name == "mask":

@@ -22,8 +22,9 @@ documentation), divided by the error that rounding may cause. The reading fits i
 
 
 class Experiment(NamedTuple):
-    """An experiment on an open point of Apple's documentation: the question, the case that answers it, the reading
-    (interpretation) that `mlx_lstm.mpsgraph` takes by default, and all readings."""
+    """An experiment on an open point of Apple's documentation: its name after "E:", the question, the case that answers
+    it, the reading (interpretation) that `mlx_lstm.mpsgraph` takes by default, and all readings. Each reading has a
+    function that takes MPSGraph's outcome and returns the error divided by its bound: at most 1 if the reading fits."""
 
     name: str
     question: str

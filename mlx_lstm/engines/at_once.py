@@ -41,7 +41,8 @@ def by_numpy(function: Run, *arrays: mx.array) -> Any:
     dtypes, dtype = [array.dtype for array in arrays], arrays[0].dtype
     if dtypes.count(dtype) < len(dtypes) or dtype not in (mx.float32, mx.float64):
         return function(*arrays)
-    if sum([array.size for array in arrays]) >= MLX_ALLOCATES:  # too large for copies to pay
+    # MLX_ALLOCATES: from so many elements on, to copy the results to MLX takes longer than to wait for MLX's threads.
+    if sum([array.size for array in arrays]) >= MLX_ALLOCATES:
         return function(*arrays)
     mx.eval(arrays)
     with np.errstate(all="ignore"):  # infinity and NaN go through without NumPy's warnings, as in MLX

@@ -20,7 +20,8 @@ names: the names of the arrays of the call. visible: the names of the outputs th
 results that Python saves for the backward pass without MLX; saved: these results. chunked: an object that runs the
 engine in chunks of time, or None. left_out: names of gradients that nobody asks for, which `numpy` does not compute.
 tap: an identity function after an output, whose rule notes that the output has a cotangent. mark: a scalar whose rule
-notes that MLX asks for the gradient of x. `for_engine` casts arrays to the dtypes that an engine reads.
+notes that MLX asks for the gradient of x. `for_engine` casts arrays to the dtypes that an engine reads. SEQUENCES: h,
+c, gates. HALVES: the 16-bit dtypes. ENGINE_MODULES: the module of each engine.
 
 From `Problem`: plain: nobody can ask for a gradient. training: the forward pass saves what the backward pass reads.
 packing: the format of quantized weights, or None; `dequantized` returns arrays with float weights instead.
@@ -66,18 +67,19 @@ names of the outputs that have a cotangent, which are known only when MLX asks f
 
 def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None = None) -> dict[str, Any]:
     """Run a recurrence on an engine. Return the outputs that the caller wants, by name; gates are None if the caller
-    does not want them.
+    does not want them. x and the sequences are [B, T, .] with `batch_first`. For a single step x may be [B, I].
 
-    refusal: returns a reason if the engine's backward pass must not run. Engine `ops` then computes the gradients.
+    arrays: the arguments x, Wx, Wh and so on, by name; `engines.problem` lists their shapes. refusal: called with the
+    names of the outputs that have a cotangent, it returns a reason if the engine's backward pass must not run. Engine
+    `ops` then computes the gradients.
 
     The gradient of the outputs is the engine's backward pass (`differentiable`), with two exceptions: nobody can ask
-    for a gradient (the problem is `plain`), or MLX derives it from the operations of `ops`. x and the sequences are [B,
-    T, .] with `batch_first`. For a single step x may be [B, I]. Arrays of 16 bits are prepared by `for_engine` here
-    unless the call runs in chunks, which prepare their own.
+    for a gradient (the problem is `plain`), or MLX derives it from the operations of `ops`. Arrays of 16 bits are
+    prepared by `for_engine` here unless the call runs in chunks, which prepare their own.
     """
     dtype, batch_first = problem.dtype, problem.batch_first
     if problem.plain and engine == "numpy":  # `numpy` reads both memory orders of x without an operation of MLX
-        if dtype in HALVES:  # the 16-bit dtypes
+        if dtype in HALVES:
             arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
     elif engine == "ops" and is_plain_step(problem):
@@ -96,7 +98,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
         if problem.plain or of_graph:
             outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
         else:
-            if problem.packing is not None:
+            if problem.packing is not None:  # some weights are quantized
                 arrays = with_quantized_constant(problem, arrays)
             outputs = differentiable(problem, arrays, engine, chunked, refusal)
         outputs = {name: outputs[name] for name in shown_of(problem)}
@@ -134,14 +136,18 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
 
     saved: the outputs h, c and gates of a forward pass. cotangents: the cotangents of some outputs.
     """
-    # For `backward`: None, as a gradient op has no chunks, and {}, as nothing was saved that MLX does not see.
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
+
+    # No chunks: they would compute the outputs again, which the caller passes here. {}: nothing was saved besides them.
+    def of_all_steps() -> Arrays:
+        return backward(problem, arrays, engine, chunked=None, cotangents=cotangents, forward=(dict(saved), {}))
+
     if engine != "numpy":
-        gradients = backward(problem, arrays, engine, None, cotangents, (dict(saved), {}))
+        gradients = of_all_steps()
     elif problem.plain:  # nobody can ask for a derivative of the gradients
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
     else:  # `numpy` evaluates its arrays; they must keep their graphs, which an outer derivative needs
-        gradients = with_graphs_kept(lambda: backward(problem, arrays, engine, None, cotangents, (dict(saved), {})))
+        gradients = with_graphs_kept(of_all_steps)
     return {name: gradients[name].astype(problem.dtype) for name in with_gradient(problem, arrays)}
 
 
@@ -166,9 +172,12 @@ def differentiable(
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
     names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]  # sweeps: has the functions forward and backward
+    # MLX gets the outputs `visible`. Python saves the results `hidden` in `saved`, without MLX, for the backward pass.
     visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
-    saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
-    used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
+    saved: Saved = {}
+    # used: the names of the outputs that have a cotangent. In training the taps (identity functions after the outputs)
+    # add them, when MLX asks for the gradient. Without training there are no taps, so any output may have one.
+    used = set() if problem.training else set(visible)
     # If MLX does not ask for the gradient of x (for example because x is data), the engine `numpy` does not compute it.
     # To learn whether MLX asks for it, the outputs get a mark: a scalar that depends on x (see `gradient_mark`). That
     # works only if this version of MLX differentiates the mark before the recurrence; MARKS_COME_FIRST says so.
@@ -288,6 +297,9 @@ def tapped(
     cotangent. If MLX asks for a gradient through the tap, the tap's vjp rule adds `names`, the names of the outputs,
     to the set `used`, which the backward pass reads.
 
+    chunked: runs the call in chunks, or None. If it evaluated them, MLX got stand-ins for the sequences to save memory:
+    zeros of the same shape. The tap returns the real sequences, which `chunked` holds.
+
     mark: the scalar from `gradient_mark`, or None. The tap takes the mark as one more argument. So if MLX asks for the
     gradient of x, on which the mark depends, it calls the mark's vjp rule, too.
     """
@@ -301,7 +313,7 @@ def tapped(
         return (*cotangents, *zeros)
 
     zeros = [ZERO for _ in marks]
-    # shows: what the tap returns. It differs from `values`, its arguments, if these are stand-ins for real sequences.
+    # shows: what the tap returns. It differs from `values`, its arguments, if these are stand-ins.
     identity = custom_function(lambda *given: given[: len(names)] if shows is values else tuple(shows))
     identity.vjp(note)
     identity.jvp(lambda primals, tangents: tangents[: len(names)] if marks else tangents)
@@ -334,17 +346,17 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
 
 def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return two lists: the names of the outputs that MLX gets, and the names of the outputs that only Python saves
-    for the backward pass. `numpy` computes the last states only if the caller wants them. The gates are in one of the
-    lists or in none:
+    for the backward pass. names: the names of the call's arrays. `numpy` computes the last states only if the caller
+    wants them. The gates are in one of the lists or in none:
 
     - `ops`: MLX gets the gates. The backward pass of `ops` reads them, and MLX can differentiate this pass again.
-    - `stepwise`: Python saves the gates of an LSTM in training, unless the caller wants them. They are up to 20 arrays.
-      If they were outputs, they would cause a third of the time in which MLX builds and frees the graph.
+    - `stepwise`: Python saves the gates of an LSTM in training, unless the caller wants them. They are in up to 20
+      arrays of rows; a row is what the launch of a step writes. If these arrays were outputs, they would cause a third
+      of the time in which MLX builds and frees the graph.
     - `numpy`: Python saves the gates, unless the caller wants them, and the normalised products ("norms").
     - All engines but `ops`: without training they compute no gates, unless the caller wants them.
 
-    `stepwise.keeps_rows` says whether the gates are saved in that way, and `stepwise.ROWS` is the name of the result
-    that holds them.
+    `stepwise.keeps_rows` says whether rows are saved, and `stepwise.ROWS` is the name of the result that holds them.
     """
     visible: list[str] = [*problem.cell.outputs]
     if engine == "numpy" and not problem.wants_last:
@@ -371,12 +383,13 @@ def backward(
     """Return the gradients of all arrays except lengths and quantized weights. MLX can differentiate these gradients
     again as far as the engine supports it.
 
-    forward: the outputs of the forward pass that MLX sees, and the arrays that it saved where MLX does not see them.
-    cotangents: those of some outputs. left_out: names of gradients that nobody asks for, which the engine `numpy` need
-    not compute.
+    chunked: the object that ran the forward pass in chunks of time; None if all steps ran at once. cotangents: those of
+    some outputs. forward: the outputs of the forward pass that MLX sees, and the arrays that it saved where MLX does
+    not see them. left_out: names of gradients that nobody asks for, which the engine `numpy` need not compute.
     """
     outputs, hidden = forward
-    # The gradients of `ops` are a graph that MLX can differentiate again; evaluated chunks need a rule for that.
+    # The gradients of `ops` are a graph that MLX can differentiate again. Gradients of evaluated chunks have no graph;
+    # they need a rule for that.
     if engine == "ops" or (engine == "numpy" and chunked is None and is_rnn_step(problem)):
         floats = dequantized(problem.packing, arrays)
         if chunked is None:
@@ -431,7 +444,8 @@ def engine_gradients(
     if engine != "numpy":
         floats = arrays if problem.packing is None else dequantized(problem.packing, arrays)
         return sweeps.backward(problem, floats, saved, cotangents)
-    # transforming=False: this runs in a vjp rule, where MLX keeps all graphs of evaluated arrays anyway.
+    # `have_values` evaluates the arrays. transforming=False: it does nothing to keep their graphs, because this runs in
+    # a vjp rule, where MLX keeps the graphs of evaluated arrays anyway.
     if have_values([*arrays.values(), *cotangents.values()], transforming=False):
         if chunked is None:
             return numpy.backward(problem, arrays, saved, cotangents, as_factors=True, left_out=left_out)
@@ -459,10 +473,9 @@ def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arra
     names = [name for name in floats if name != "lengths"]
     rest = {name: floats[name] for name in floats if name == "lengths"}
 
-    # Return (cell, arrays) for the steps: x is the normalised product, and the cell does not normalise it again. None:
-    # no weight is quantized; False: x is time-major.
+    # Return (cell, arrays) for the steps: x is the normalised product, and the cell does not normalise it again.
     def of_steps(arrays: Arrays) -> tuple[AnyCell, Arrays]:
-        return before_steps(problem.cell, arrays, None, problem.directions, False)[:2]
+        return before_steps(problem.cell, arrays, packing=None, directions=problem.directions, batch_first=False)[:2]
 
     def before(*values: mx.array) -> list[mx.array]:
         _, found = of_steps(dict(zip(names, values, strict=True)) | rest)
@@ -509,28 +522,25 @@ def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
         f"[{problem.cell.op}] quantized weights have no gradient: freeze them, as layer.freeze() does, or "
         "differentiate with respect to other arrays."
     )
-    constants = without_derivatives(all_of, error)(*[arrays[name] for name in names])
+    unchanged = without_derivatives(lambda *values: values, error)
+    constants = unchanged(*[arrays[name] for name in names])
     return arrays | dict(zip(names, constants, strict=True))
 
 
 # --- Custom functions whose rules also hold in nested transformations ------------------------------------------------
 
 
-def all_of(*values: mx.array) -> tuple[mx.array, ...]:
-    """Return all arguments unchanged. `without_derivatives` wraps this function, so that the arrays get a rule that
-    refuses derivatives."""
-    return values
-
-
 def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: str) -> Any:
-    """Return a function that computes the same as `function`, which takes at least two arrays. Asking for a
-    derivative of the returned function raises a RuntimeError with the text `error`."""
+    """Return a function that computes the same as `function`. Asking for a derivative of the returned function raises a
+    RuntimeError with the text `error`. `function` takes at least two arrays: for one array MLX would pass the rule for
+    mx.vmap an array instead of a tuple."""
 
     def refuse(*arguments: object) -> NoReturn:
         raise RuntimeError(error)
 
     # The rule for mx.vmap: map `function` over the axes that MLX names, and refuse derivatives of the mapped function,
-    # too. It returns the results and the axis of each along which it is mapped, 0.
+    # too. It returns the results and the axis of each along which it is mapped, 0. `function` may evaluate its
+    # arguments, which must keep their graphs for an outer derivative.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = without_derivatives(mx.vmap(function, in_axes=axes), error)
         results = with_graphs_kept(lambda: mapped(*values))
@@ -551,6 +561,7 @@ def with_derivatives_of(
     take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
 
     # The rule for mx.vmap: map both functions over the axes that MLX names. Each result is mapped along its axis 0.
+    # `function` evaluates its arguments, which must keep their graphs for an outer derivative.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))
         results = with_graphs_kept(lambda: mapped(*values))

@@ -1,8 +1,8 @@
 """Find what a function reads besides its arguments (what it captures): variables of enclosing functions, global
 variables, defaults, and what these objects hold. A cache of the function's results needs these values in its key.
 
-The search begins at the function and follows objects in objects, up to some limits. It follows an attribute only if the
-code that reads the object contains the attribute's name.
+The search begins at the function and follows objects in objects, up to the limits DEEPEST, MOST and LARGEST. It follows
+an attribute only if the code that reads the object contains the attribute's name.
 """
 
 from collections.abc import Callable
@@ -21,19 +21,42 @@ DEEPEST, MOST, LARGEST = 8, 2000, 4096
 array whose numbers it puts into the key."""
 
 LIBRARIES = ("mlx", "numpy", "math", "builtins")
-"""Packages whose functions and constants do not change, so that the search does not enter them."""
+"""Packages whose functions and constants do not change, so that the search does not enter them. Only their layers hold
+numbers that may change, such as the slope of an `mlx.nn.LeakyReLU`."""
 
 PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
-"""Types whose values are put into the key as they are, because they hold no other objects."""
+"""Types whose values are put into the key without a search, because they hold no other objects."""
+
+NUMBER_READERS = {"item", "tolist", "float", "int"}
+"""Methods and functions by which code reads the numbers of an array as numbers of Python."""
+
+
+COMPILED: type = type(mx.compile(abs))
+"""The type of the functions that `mx.compile` returns. MLX records their operations once."""
 
 
 class TooMuch(Exception):
     """Raised if a function captures more than a search may visit."""
 
 
+class Itself:
+    """An object as part of a key, where only the same object is equal: a function that is not searched further, such as
+    `mx.tanh` in place of `mx.sigmoid`. The key holds the object, so that its id stays its own."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 class Captured:
     """What a function captures. key: the numbers, texts and code that it can reach, as a list of values that can be
-    compared. arrays: the MLX arrays. modules: the modules of `mlx.nn`.
+    compared. arrays: the MLX arrays. modules: the modules of `mlx.nn`. reads_numbers: whether code that the search
+    finds may read numbers of arrays, which the key does not contain.
 
     The search follows an attribute of an object or of a Python module only if the code that reads the object contains
     the attribute's name.
@@ -44,6 +67,7 @@ class Captured:
         self.key: list[Any] = []
         self.arrays: list[mx.array] = []
         self.modules: list[nn.Module] = []
+        self.reads_numbers: bool = False
         self.seen: dict[tuple[int, tuple[str, ...]], Any] = {}  # holds the objects, so that their ids stay theirs
         self.visit(function, (), 0)
 
@@ -53,13 +77,15 @@ class Captured:
         if isinstance(value, float):
             self.key.append((type(value), float.hex(value)))  # so -0.0 differs from 0.0, and NaN equals NaN
         elif isinstance(value, PLAIN):
+            # As texts: Python cannot hash a slice in all its versions, and 0j == -0j, but their texts differ.
             self.key.append((type(value), str(value) if isinstance(value, (slice, complex)) else value))
         elif isinstance(value, (np.ndarray, np.generic)):
             if value.nbytes > LARGEST or value.dtype.hasobject:
                 raise TooMuch
             self.key.append((value.dtype.str, value.shape, value.tobytes()))
         elif isinstance(value, mx.array):
-            self.key.append(mx.array)
+            # A graph may depend on the shape of a captured array. One that contains its numbers is refused.
+            self.key.append((mx.array, value.shape, value.dtype))
             self.arrays.append(value)
         elif (id(value), names) not in self.seen:
             self.seen[id(value), names] = value
@@ -73,7 +99,8 @@ class Captured:
         the search follows no other attributes. depth: how many objects lead from the function to these parts."""
         if isinstance(value, MethodType):
             self.visit(value.__func__, names, depth)
-            self.visit(value.__self__, names_in(value.__func__.__code__), depth)
+            code = getattr(value.__func__, "__code__", None)  # a method that Python did not compile has no code
+            self.visit(value.__self__, names_in(code) if code else names, depth)
         elif isinstance(value, partial):
             self.many([value.func, list(value.args), value.keywords], names, depth)
         elif isinstance(value, (list, tuple, set, frozenset)):
@@ -82,13 +109,21 @@ class Captured:
         elif isinstance(value, dict) and not isinstance(value, nn.Module):
             self.key.append((dict, len(value)))
             self.many([each for pair in value.items() for each in pair], names, depth)
-        elif isinstance(value, BuiltinFunctionType) or library_of(value) in LIBRARIES:
-            # Do not enter it. But a layer of mlx.nn holds arrays.
-            self.modules += [value] if isinstance(value, nn.Module) else []
+        elif isinstance(value, nn.Module) and library_of(value) in LIBRARIES:
+            # The code of a layer of mlx.nn does not change, but what it holds does: numbers in its attributes, arrays
+            # and further layers in its items.
+            self.modules.append(value)
+            self.key.append(type(value))
+            self.many([vars(value), dict(value)], names, depth)
+        elif isinstance(value, BuiltinFunctionType):  # a method of an object is made anew at each access, but is equal
+            self.key.append(value)
+        elif isinstance(value, COMPILED) or library_of(value) in LIBRARIES:
+            self.key.append(Itself(value))
         elif isinstance(value, FunctionType):
             self.key.append(value.__code__)
             # read: the names in its own code, which say what it reads of its variables and defaults.
             read = names_in(value.__code__)
+            self.reads_numbers |= not NUMBER_READERS.isdisjoint(read)
             self.many([each for _, each in variables_of(value)], read, depth)
             self.many([value.__defaults__, value.__kwdefaults__], read, depth)
         else:
@@ -144,9 +179,10 @@ def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
 @lru_cache(1024)
 def names_in(code: CodeType) -> tuple[str, ...]:
     """Return the names of global variables and attributes in the code of a function, including the functions defined
-    inside of it."""
+    inside of it. Texts that may be names count, too, as in `getattr(self, "rate")`."""
     inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
-    return tuple(dict.fromkeys([*code.co_names, *inner]))
+    texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
+    return tuple(dict.fromkeys([*code.co_names, *inner, *texts]))
 
 
 def cell_is_full(cell: Any) -> bool:

@@ -20,7 +20,8 @@ The name of an input is a letter and a number, from 0 on:
 
 The lists of a `CellGraph` are node numbers, too. forward: the new states, h first. back: the gradients of the inputs
 that `names` lists. saved: what the forward pass saves for the backward pass. A built-in cell is an LSTM, GRU or RNN of
-this package; the gradient is added to the graph after the cell itself.
+this package; the gradient is added to the graph after the cell itself. CONDITIONS: the operations with bool results.
+COMMUTES: those whose two operands may change places.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -298,9 +299,10 @@ class CellGraph:
     The graph of a built-in cell has more inputs, which are not differentiated except i0:
 
     - e: the gradient of a gate
-    - i: i0 is h times the mask, which enters the recurrent product
+    - i: i0 is h times the mask (the factor of dropout), which enters the recurrent product
     - k: k0 is the limit of c, and k1 that of a projected h
-    - W: a matrix. W0 is the weight of a second product in the step, and W0T its transpose
+    - W: a matrix. W0 is the weight of a second product in the step, and W0T its transpose: an LSTM's projection Wp, or
+      the candidate's rows of Wh in a GRU whose reset comes before this product
     - N: N0 is the layer normalisation of c
 
     apart: whether the function reads the input's part and the recurrent part of the preactivations separately. forward:

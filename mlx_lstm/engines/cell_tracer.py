@@ -17,6 +17,8 @@ with the name of what a cell must not use; `refuse` turns that name into the err
 
 counts: how many gates, states, inputs of each step and parameters a cell has (`Counts`). given: arrays of the shapes
 and dtypes of a function's arguments; their numbers do not matter. `distinct` returns results as arrays of their own.
+UNARY, BINARY, VIEWS, PRODUCTS: MLX's operations of one and two operands, those that only copy numbers, and products of
+matrices. OPERATIONS: MLX's function for each operation of a graph. CONDITIONS: the operations with bool results.
 """
 
 import linecache
@@ -70,18 +72,8 @@ it."""
 ADVICE = {
     "the products of x and h belong into Wx and Wh, any other product into a step for mlx_lstm.recurrent": PRODUCTS,
     "a step that mixes units is one for mlx_lstm.recurrent; norm= normalises the products": (
-        *(
-            "Reduce",
-            "Softmax",
-            "LogSumExp",
-            "LayerNorm",
-            "RMSNorm",
-            "Scan",
-            "ArgReduce",
-            "Sort",
-            "ArgSort",
-            "Partition",
-        ),
+        *("Reduce", "Softmax", "LogSumExp", "LayerNorm", "RMSNorm", "Scan"),
+        *("ArgReduce", "Sort", "ArgSort", "Partition"),
     ),
     "a cell must not change shapes, but a step for mlx_lstm.recurrent may": (
         *("Reshape", "Transpose", "Slice", "Split", "Concatenate", "Gather", "GatherAxis", "ExpandDims", "Squeeze"),
@@ -124,10 +116,13 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
     parameters it has. apart: whether it gets the input's part and the recurrent part of each preactivation as a pair.
     shape: (B, H), the shape of each state. dtype: float32 or float64.
     """
-    # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed.
+    # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed, or if
+    # it reads numbers of an array.
     try:
-        captured = tuple(Captured(cell).key)
-        return cached_trace(cell, counts, apart, shape, dtype, captured)
+        captured = Captured(cell)
+        if captured.arrays and captured.reads_numbers:
+            return trace(cell, counts, apart, shape, dtype)
+        return cached_trace(cell, counts, apart, shape, dtype, tuple(captured.key))
     except TooMuch:
         return trace(cell, counts, apart, shape, dtype)
     except TypeError as error:
@@ -292,7 +287,7 @@ def graph_of(cell: AnyCell, names: Collection[str], exposes: bool) -> CellGraph:
         return cell.graph
     form = form_of(cell)  # without the numbers that a graph gets as inputs, such as limits
     if form.norm is not None:  # only the norm of c is in the graph: the others change the preactivations before it
-        form = form._replace(norm=NormOptions(None, c=form.norm.c) if form.norm.c else None)
+        form = form._replace(norm=NormOptions(of=None, c=form.norm.c) if form.norm.c else None)
     return traced_definition(form, frozenset({"peephole", "Wp"} & set(names)), exposes)
 
 
@@ -330,10 +325,10 @@ graph gets the operations and gradients that engines need."""
 
 @lru_cache(256)
 def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
-    """Return the graph of a built-in cell. The forget bias and bhn are parts of the preactivations, and the limits of c
-    and h are inputs, so that calls with other numbers need no other graph. names: which of the arrays "peephole" and
-    "Wp" the call has. exposes: for a forward pass, whether the caller gets the gates; for a backward pass, whether they
-    have cotangents."""
+    """Return the graph of a built-in cell. The forget bias of an LSTM and bhn, the bias of a GRU's recurrent candidate,
+    are parts of the preactivations, and the limits of c and h are inputs, so that calls with other numbers need no
+    other graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: for a forward pass, whether the
+    caller gets the gates; for a backward pass, whether they have cotangents."""
     gates, before = cell.gate_order, cell.reset == "before"
     # products: the numbers of the gates whose recurrent part is an input of its own, such as p0.
     products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]
@@ -345,8 +340,8 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     more["N0"] = cell.norm is not None
     given = [*first, *(name for name, is_there in more.items() if is_there)]
 
-    # The new states and then the gates, as a function of the arrays `given`. TRACED: the functions that a definition
-    # calls while it is traced; some of them differ from those that compute.
+    # The new states and then the gates, which the backward pass reads, as a function of the arrays `given`. TRACED: the
+    # functions that a definition calls while it is traced; some of them differ from those that compute.
     def results(*arrays: mx.array) -> list[mx.array]:
         states, found = definitions.step(cell, dict(zip(given, arrays, strict=True)), TRACED)
         return distinct([*states, *(found[gate] for gate in gates)])
@@ -356,7 +351,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
         rest = arrays[len(first) : len(given)]
         return vjp(lambda *x: results(*x, *rest)[:n], arrays[: len(first)], arrays[len(given) :])[1]
 
-    states = cell.carried + 1
+    states = cell.carried + 1  # the states besides h, and h
     n = states + cell.gates * exposes  # the number of results that have cotangents
     with mx.stream(mx.cpu):
         # zero: stands for every argument; its square shape fits the matrix products, too.
@@ -531,7 +526,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         return graph.input(matrix[:-1] if matrix[-1] == "T" else matrix + "T")
     if name == "Matmul":
         return graph.normalise(*args) if graph.nodes[args[1]].value in ("N0", "N0T") else graph.add("matmul", *args)
-    if name in (*VIEWS, "StopGradient"):
+    if name in (*VIEWS, "StopGradient"):  # they copy or repeat numbers, but move none to another unit
         return args[0]
     if name == "AsType":
         return cast(graph, args[0], conditions[0], item["inputs"][0][2], item["outputs"][0][2])  # both dtypes
@@ -552,13 +547,10 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     op = {**UNARY, **BINARY}[name]
     # Convert operands. A logical operation needs conditions: a number x becomes x != 0. Any other operation needs
     # numbers: a condition becomes 0 or 1.
+    pairs = zip(args, conditions, strict=True)
     if op in ("and", "or", "not"):
-        args = [
-            n if is_bool else graph.add("ne", n, graph.constant(0)) for n, is_bool in zip(args, conditions, strict=True)
-        ]
-    else:
-        args = [graph.add("float", n) if is_bool else n for n, is_bool in zip(args, conditions, strict=True)]
-    return graph.add(op, *args)
+        return graph.add(op, *[n if is_bool else graph.add("ne", n, graph.constant(0)) for n, is_bool in pairs])
+    return graph.add(op, *[graph.add("float", n) if is_bool else n for n, is_bool in pairs])
 
 
 def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:

@@ -61,11 +61,11 @@ NO_BIAS: float = 0.0
 class NormOptions(NamedTuple):
     """How a cell's step uses layer normalisation. `engines.definitions` has the equations.
 
-    of: "product" normalises the recurrent product h Wh^T; "products" also x Wx^T, by itself; "sum" the sum of this
-    product and the input's part, bias included; None neither. Only the engine `numpy` gets "products". gates: whether
-    the norm takes its mean over all G H numbers "together", or over the H numbers of "each" gate. c: where an LSTM's c
-    is normalised: only for the "output" h, or also in the "state" that the next step gets; None for not at all. eps:
-    the number that is added to each variance.
+    of: "product" normalises the recurrent product h Wh^T; "products" also x Wx^T, by itself; "sum" the sum of h Wh^T
+    and the input's part x Wx^T + b; None neither. Only the engine `numpy` gets "products": for the others `input_norm`
+    normalises x Wx^T before the steps. gates: whether the norm takes its mean over the numbers of all gates "together",
+    or over the H numbers of "each" gate. c: where an LSTM's c is normalised: only for the "output" h, or also in the
+    "state" that the next step gets; None for not at all. eps: the number that is added to each variance.
     """
 
     of: str | None = "product"

@@ -149,13 +149,7 @@ class Place(NamedTuple):
 
 
 def decide(
-    problem: Problem,
-    table: Table,
-    op: str,
-    requested: str | None,
-    place: Place,
-    *,
-    refused: Mapping[str, str] = NONE,
+    problem: Problem, table: Table, op: str, requested: str | None, place: Place, *, refused: Mapping[str, str] = NONE
 ) -> Choice:
     """Return the engine that runs this problem, and the reason. Like `choose`, but for a problem whose arguments have
     already been checked.
@@ -238,7 +232,8 @@ def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str
             reasons["stepwise"] = (
                 f"its {cell.gates} gates > {STEPWISE_GATES}, and a threadgroup has at most 1024 threads, 32 per gate"
             )
-        # numbers: what a thread holds per unit. lanes: the threads that share a unit.
+        # numbers: what a thread holds per unit in registers, of which FUSED_NUMBERS fit. lanes: the threads that share
+        # a unit: 4 divide its recurrent product and activations; without a product 1 does all the work.
         numbers = cell.gates + cell.graph.states + cell.graph.inputs + cell.graph.params
         lanes = 4 if cell.recurrent else 1
         if 1024 // lanes < H:
@@ -255,11 +250,12 @@ def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str
 
 
 def divide(problem: Problem, engine: str, every: int | str | None) -> Problem:
-    """Return the problem completed with the options that depend on its engine: the cut of `fused` (a measured choice
-    of rows and registers) and the chunks in time.
+    """Return the problem completed with the options that depend on its engine: the chunks in time, and for `fused` its
+    cut, if one was measured: how many batch items a threadgroup computes, and how many registers stay free of weights.
 
-    every: the option `checkpoint_every`: steps in a chunk, "auto" or None. A gradient op, which is called with the
-    `cotangents`, has no chunks, because it already gets all arrays that a chunk would recompute.
+    every: the option `checkpoint_every`: steps in a chunk, "auto" or None. A gradient op (such as `lstm_gradients`),
+    which is called with the `cotangents`, has no chunks, because it already gets all arrays that a chunk would
+    recompute.
     """
     cut = tuning.cut(problem.dtype, problem.B) if engine == "fused" else None
     chunks = chunks_of(engine, problem, every) if problem.cotangents is None else None
@@ -276,8 +272,9 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
     """Return how a call is divided into chunks of time, or None if it is not divided. every: the option
     `checkpoint_every`, which saves memory: the number of steps in a chunk, "auto", or None for no such chunks."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H  # width: the numbers of all gates of an item
-    # longest: the largest number of steps in one graph of this engine. `numpy`, which builds no graph, has 0: each of
-    # its chunks is computed at once (is_long), and a call is divided only if the caller asks for it (`every`).
+    # longest: the largest number of steps in one graph of this engine; tests change it (`unchunked`). `numpy`, which
+    # builds no graph, has 0: each of its chunks is computed at once (is_long), and a call is divided only if the caller
+    # asks for it (`every`).
     longest = LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
     if every is not None:
         # K steps per chunk. The T / K saved states and one chunk of K steps together need the least memory near

@@ -18,6 +18,7 @@ after the last step. h_starts, c_starts: the states at the start of each chunk. 
 is the gradient that the caller gives for an output. `cell.carried`, `cell.kept`: how many blocks of H numbers c and
 gates have. `problem.plain`: nobody can ask for a gradient. T: steps, B: batch items, H: hidden units, P: the width of
 h, D: directions; d is the number of a direction, 0 or 1. start, stop: a chunk has the steps from `start` to `stop` - 1.
+SEQUENCES: h, c, gates, the outputs with one row per step. HALVES: the 16-bit dtypes.
 """
 
 from collections.abc import Iterator
@@ -136,10 +137,9 @@ class Chunked:
         """Return `values`, but with the real sequences in place of their stand-ins. names: the names of the values,
         which are outputs of the call.
 
-        A stand-in is an array of zeros that takes no memory. MLX got it instead of a long sequence, because MLX would
-        keep the sequence in memory as long as it needs any output of the call (see `stand_ins`, which put the real
-        sequences into `held`). Each returned sequence is removed from `held`, so that only the caller keeps it.
-        Without stand-ins `held` is empty, and `values` is returned unchanged.
+        MLX got an array of zeros, a stand-in, instead of a sequence that it would keep in memory (`stand_ins`). Each
+        returned sequence is removed from `held`, so that only the caller keeps it. Without stand-ins `held` is empty,
+        and `values` is returned unchanged.
         """
         if not self.held:
             return values
@@ -165,7 +165,8 @@ class Chunked:
         if self.engine == "numpy" and dtype.size > 2:
             outputs = self.module.forward(problem._replace(training=False, wants_last=True), arrays)
             return outputs | self.starts(problem, arrays, outputs)
-        # sequences: the memory of each output that has steps, into which the chunks write; widths: its last axis.
+        # sequences: the memory of each output that has steps, into which the chunks write. widths: its last axis; c has
+        # `carried` blocks of H numbers, gates have `kept`.
         saved, sequences = self.results_saved(problem) if problem.training else [], {}
         widths = {"h": P, "c": problem.cell.carried * H}
         if problem.return_gates or "gates" in saved:
@@ -174,7 +175,8 @@ class Chunked:
             # The dtype in which the engine returns arrays of `dtype`: a saved sequence keeps it.
             kind = for_engine(self.engine, {name: mx.array(0, dtype)})[name].dtype if name in saved else dtype
             sequences[name] = SequenceBuffer((T, B, D * widths[name]), kind, self.batch_first, self.eager)
-        # last: for each direction d its last states. own, own_arrays: the problem and the arrays of this direction.
+        # On the CPU for `numpy`, without its warnings. last: for each direction d its last states. own, own_arrays: the
+        # problem and the arrays of this direction.
         with self.beside_the_engine():
             last = [
                 self.sweep_forward(d, own, own_arrays, sequences)
@@ -212,6 +214,8 @@ class Chunked:
         shared, by_step, starts = self.shared_by_steps(arrays), self.by_step(arrays), {}
         h0, c0 = initial_states(problem, arrays)
         states = {"h0": h0, "c0": widened(c0)}  # c is at least float32, as in the engines' outputs
+        # `prepared`: in the dtypes that the engine reads; in eager mode also copied, so that the graph of the chunk
+        # that computed them can be freed.
         states = self.prepared({name: states[name] for name in states_of(problem)})
         if self.recomputes:  # `backward` runs each chunk again, so the engine saves nothing
             problem = problem._replace(training=False)
@@ -242,7 +246,8 @@ class Chunked:
         recomputed, the outputs of all steps. left_out: names of gradients that nobody asks for, which `numpy` does not
         compute."""
         # Chunks are evaluated only if all arrays have values; in a Jacobian by mx.vmap the cotangents have none.
-        # transforming=False: MLX calls this in a vjp rule, where it keeps the graphs of evaluated arrays anyway.
+        # transforming=False: `have_values` does nothing to keep the graphs of the arrays that it evaluates, because MLX
+        # calls this in a vjp rule, where it keeps these graphs anyway.
         self.begin(
             problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
         )
@@ -284,10 +289,11 @@ class Chunked:
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
         # The cotangents of the states after a chunk. For the last chunk they are the caller's cotangents of hT and cT,
-        # for each earlier chunk the gradients that the next chunk returns.
+        # for each earlier chunk the gradients that the next chunk returns. `prepared`: as in `sweep_forward`.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
-            chunk, n = problem._replace(T=stop - start), start // self.steps  # n: the number of the chunk
+            # n: the number of the chunk in time. All chunks but the last one in time have self.steps steps.
+            chunk, n = problem._replace(T=stop - start), start // self.steps
             inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop)
             inputs |= {name: saved[of_chunks][n, ...] for name, of_chunks in starts.items()}
             # outputs: what the engine's backward pass reads, computed again or as saved.
@@ -320,7 +326,7 @@ class Chunked:
     def begin(self, problem: Problem, eager: bool) -> None:
         """Begin a pass over the chunks of one or both directions. eager: whether each chunk is evaluated before the
         next one starts."""
-        self.eager, self.pending = eager, []
+        self.eager, self.pending = eager, []  # pending: the results of the chunk before, for which the next one waits
         # Only engine `numpy` reads NumPy arrays; quantized weights need MLX arrays.
         self.takes_numpy = self.engine == "numpy" and problem.packing is None
 
@@ -337,8 +343,8 @@ class Chunked:
         return self.prepared({name: array for name, array in arrays.items() if name not in others})
 
     def by_step(self, arrays: Arrays) -> dict[str, Any]:
-        """Return the arrays that have one row per step. In eager mode (each chunk is evaluated) they are NumPy
-        views, which can be sliced without a copy."""
+        """Return the arrays that have one row per step. In eager mode they are NumPy views, which can be sliced without
+        a copy."""
         rows = {name: arrays[name] for name in with_steps(arrays)}
         if self.eager:
             mx.eval(rows)
@@ -359,8 +365,7 @@ class Chunked:
         return for_engine(self.engine, rows)
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        """Return the arrays in the dtypes that the engine reads. In eager mode (each chunk is evaluated) return copies
-        that have no graph.
+        """Return the arrays in the dtypes that the engine reads. In eager mode return copies that have no graph.
 
         While MLX computes a gradient it keeps the graphs of all arrays, so without the copies the graphs of all chunks
         would stay in memory. Engine `numpy` needs no copies, because its results have no graph.
@@ -376,9 +381,8 @@ class Chunked:
         """Write the results of one chunk, the steps from `start` to `stop`, into the sequences of direction d. others:
         the chunk's results that are not sequences, such as its last states.
 
-        In eager mode (each chunk is evaluated) first evaluate all these results. Otherwise nothing is evaluated, so
-        note all results of this chunk in `pending`: `steps_of` makes the input of the next chunk depend on them, and
-        MLX then computes the chunks one after the other.
+        In eager mode first evaluate all these results. Otherwise note them in `pending`: `steps_of` makes the input of
+        the next chunk depend on them, so that MLX computes the chunks one after the other.
         """
         rows = {name: results[name].astype(sequence.dtype) for name, sequence in sequences.items()}
         if self.eager:
@@ -390,7 +394,7 @@ class Chunked:
 
     def added(self, sums: dict[str, Any], terms: Arrays) -> dict[str, Any]:
         """Return the sums over chunks, with the terms of one more chunk added. sums: a dict by name, empty before the
-        first chunk. In eager mode (each chunk is evaluated) the sums are NumPy arrays, which are added in place."""
+        first chunk. In eager mode the sums are NumPy arrays, which are added in place."""
         if not self.eager:
             return {name: term + sums[name] if sums else term for name, term in terms.items()}
         if not sums:
@@ -423,6 +427,7 @@ class SequenceBuffer:
         first = 0 if rows.shape[-1] == self.width else d * rows.shape[-1]  # the first column of this direction
         steps, columns = slice(start, stop), slice(first, first + rows.shape[-1])
         at = (slice(None), steps, columns) if self.batch_first else (steps, slice(None), columns)
+        # In eager mode NumPy writes to the view; MLX would copy the whole sequence for each chunk.
         target: Any = self.memory if self.view is None else self.view
         source: Any = rows if self.view is None else memory_of(rows)
         source = source.swapaxes(0, 1) if self.batch_first else source

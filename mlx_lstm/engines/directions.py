@@ -51,9 +51,10 @@ def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict
 
 def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
     """Return the part of one array that belongs to direction d, as the table at the head of this module says."""
+    # Both directions read these arrays as a whole. is_shared: the mask is broadcast over the width of h.
     if name == "lengths" or (name == "x" and projects) or (name == "mask" and is_shared(array)):
-        return array  # both directions read the whole array
-    if base(name) in OWN_AXIS:
+        return array
+    if base(name) in OWN_AXIS:  # base: "Wh" for "Wh_scales", "norm" for "norm_scale"
         return array[d, ...]
     if base(name) in ROWS:
         n = array.shape[0] // 2
@@ -76,7 +77,8 @@ def join(parts: list[Arrays]) -> Arrays:
 def join_of(name: str, parts: list[Any]) -> Any:
     """Join the arrays (or the quantized weights) that both directions have under one name. parts: [that of the forward
     direction, that of the reverse direction]."""
-    if isinstance(parts[0], Quantized):  # join its arrays one by one; they have the names of the weight
+    # A caller passes a quantized weight as one object. Join its arrays one by one: `base` of Wh_scales is Wh.
+    if isinstance(parts[0], Quantized):
         joined = join([part.arrays(name) for part in parts])
         return parts[0]._replace(**dict(zip(("packed", "scales", "biases"), joined.values(), strict=False)))
     if base(name) in OWN_AXIS:

@@ -89,8 +89,9 @@ def predict(
 def stepwise_cycles(
     cell: AnyCell, dtype: mx.Dtype, B: int, H: int, cores: int, directions: int, packing: Packing | None
 ) -> float:
-    """Return the predicted cycles of one time step of `stepwise`, including the time in which the host builds its
-    launches."""
+    """Return the predicted GPU cycles of one time step of `stepwise`, including those in which the host builds its
+    launches (BUILDING) and those of a launch itself (LAUNCH). CYCLES: per weight and batch item. TURN / TERMS: the wait
+    for weights, per term of a sum."""
     # A call of two steps; the number of steps does not matter. The second H is the width of h.
     problem = Problem(2, B, H, H, cell, dtype, bidirectional=directions == 2, limits=LIMITS._replace(cores=cores))
     numbers = directions * cell.gates * H * H  # the recurrent weights

@@ -14,8 +14,8 @@ from .tracing import custom_function, have_values
 
 @custom_function
 def tanh_by_numpy(x: mx.array) -> mx.array:
-    """Return tanh of a float32 or float64 array that has a value, in the memory order of this array. The function
-    has a gradient and a forward-mode derivative."""
+    """Return tanh of a float32 or float64 array that has a value, in the memory order of this array. The rules `vjp`
+    and `jvp` below this function give it a gradient and a forward-mode derivative."""
     mx.eval(x)
     y = view(x)
     # The axes in the order of memory, the one with the largest stride first: NumPy then reads and writes in this order.

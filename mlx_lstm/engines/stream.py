@@ -45,7 +45,7 @@ def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
     arrays = for_engine(engine, arrays)
     if engine == "ops":
         arrays = dequantized(problem.packing, arrays)
-    elif engine == "fused" and problem.cell.recurrent and not fused.runs_apart(problem):
+    elif engine == "fused" and problem.cell.recurrent:
         arrays["arranged"] = fused.arranged(problem, arrays)
     mx.eval(arrays)
     return Launch(ENGINE_MODULES[engine], problem, arrays)
@@ -85,8 +85,8 @@ class MLXStream:
                 # A layer that normalises its input's product gets it computed, without Wx (see `Launch.norm`).
                 if norm is not None:
                     cell, given, packing = norm  # given: the layer's parameters, Wx among them
-                    # 1, False: one direction, time-major.
-                    row = normalised_input(cell, given | {"x": row.astype(given["Wh"].dtype)}, packing, 1, False)
+                    given = given | {"x": row.astype(given["Wh"].dtype)}
+                    row = normalised_input(cell, given, packing, directions=1, batch_first=False)
                     row = row.astype(arrays["x"].dtype)
                 outputs = module.forward(problem, {**arrays, **more, "x": row, **self.carried[n]})
                 row = outputs["h"]
@@ -115,8 +115,8 @@ def to_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
 
 
 def zero_states(launch: Launch) -> Arrays:
-    """Return the first states of a layer, which are zeros, in the dtypes that its engine returns: c is always float32
-    or wider."""
+    """Return the first states of a layer, which are zeros: h0 [B, P] and, for C states besides h (an LSTM: 1), c0 [B, C
+    H]. They have the dtypes that its engine returns: c is always float32 or wider."""
     problem, dtype = launch.problem, launch.arrays["x"].dtype
     states = {"h0": mx.zeros((problem.B, problem.P), dtype)}
     if "c" in problem.cell.outputs:

@@ -107,9 +107,9 @@ def on_this_gpu(limits: Limits) -> Limits:
 
 
 def suggested_cores(about: Mapping[str, str]) -> int:
-    """Return the typical number of GPU cores of this kind of chip. The kind is read from the chip's name or, if the
-    name says nothing, from the name of the GPU's architecture. about: a dict with both names, "chip" and
-    "architecture"."""
+    """Return the typical number of GPU cores of this kind of chip. The kind is the last word of the chip's name ("Max"
+    in "Apple M4 Max") or, if that says nothing, the last letter of the name of the GPU's architecture ("s" in
+    "applegpu_g16s"). about: a dict with both names, "chip" and "architecture"."""
     kind, letter = about["chip"].split(" ")[-1], about["architecture"][-1:]
     known = CORES_OF_LETTERS.get(letter, CORES) if about["architecture"].startswith("applegpu") else CORES
     return CORES_OF_KINDS.get(kind, known)

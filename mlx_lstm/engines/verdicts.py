@@ -63,14 +63,16 @@ def find(trial: str) -> str | None:
     """Return the recorded verdict on the kernels of one test run: the reason why they are refused, `""` if they are
     correct, or None if they were not tested or the verdict counts no more."""
     if trial not in _known:
-        stored = read().get(names(), {})
+        stored = read().get(names(), {})  # names(): the environment as text
         _known.update({name: kept for name, kept in stored.items() if name not in _known and kept.counts()})
     return _known[trial].reason if trial in _known else None
 
 
 def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
     """Store the verdict of one test run of kernels: the reason why they are refused, or "" if they are correct. It is
-    stored for this process and, if `verdicts.json` can be written, for other processes."""
+    stored for this process and, if `verdicts.json` can be written, for other processes. keeping: for how long:
+    "always", for a "day", or in this "process" only, because the fault may not come again. If PROCESSES processes give
+    such a verdict, it comes again, and the verdict counts for a week."""
     content = read()
     # This environment is removed and added again as the last one, so that the oldest one falls out of the file.
     mine = content.pop(names(), {})

@@ -1,5 +1,8 @@
-"""Serve requests in a child process of a command: `python -m mlx_lstm.lab KIND ARGUMENT`. KIND is a folder of
-mlx_lstm/lab."""
+"""Serve requests in a child process of a command: `python -m mlx_lstm.lab KIND ARGUMENT`.
+
+KIND is a folder of mlx_lstm/lab, which says what the child serves. ARGUMENT is text for the function `answers` of that
+folder: of engines which grid of cases ("full" or "default"), of timing a task as JSON, of mpsgraph the name of a
+contender (an implementation)."""
 
 import sys
 from importlib import import_module
@@ -9,7 +12,7 @@ from ..ground.machine import run_command
 from ..recurrence import unguarded
 
 MODULES = {"engines": "comparison", "timing": "worker", "mpsgraph": "contenders"}
-"""For each kind of child the module whose function `answers` takes ARGUMENT and returns what answers a request."""
+"""For each KIND the module whose function `answers` takes ARGUMENT and returns the function that answers a request."""
 
 
 def main() -> int:

@@ -24,7 +24,9 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 SIZES = T, B, I, H, P = 4, 2, 3, 2, 3  # P: the width of h if it is projected
 MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]
+"""Shapes of masks, as the argument `mask` of `draw` takes them."""
 HOLD = [[0, 1], [1, 0], [0, 1], [1, 1]]
+"""The argument `hold` [T, B] of an op. Where it is 1, the step keeps the states of the step before."""
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
 KINK_MARGIN = 1e-2
 """The least distance of preactivations from a kink (a jump of the slope) of their activation. It is a thousand times
@@ -126,7 +128,7 @@ BOTH = {
 """The options with which tests draw calls of bidirectional layers of all cells, as {name: arguments of `draw`}."""
 EVERY_OPTION = OPTIONS | CELLS | BOTH
 
-GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
+GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}  # the gates of each op, a letter for each
 
 
 def draw(
@@ -148,9 +150,12 @@ def draw(
     """Return a case (a dict of random arrays and options for the op). `dtype` is a NumPy dtype or the name of an MLX
     dtype. For an MLX dtype the arrays are float32 with values that this dtype can represent.
 
-    sizes: T, B, I, H, P. mask: the shape of the mask, in which "P" stands for the width of h (of both directions).
+    sizes: T time steps, B sequences, I inputs, H hidden units, P the width of a projected h. mask: the shape of the
+    mask, a factor on the h that a step reads; "P" stands for the width of h (of both directions). projected_x: x is the
+    input's part of the preactivations, without Wx.
     keep: whether to add a random array `keep` (factors on the carried states), some of whose values are 0 and 1.
-    recurrent: the standard deviation of Wh. norm: layer normalisation, as the engines know it.
+    recurrent: the standard deviation of Wh. norm: which layer normalisation; the case then has its arrays, too.
+    options: the op's other arguments. None, as for b, leaves the array out.
     """
     T, B, I, H, P = sizes
     # D: directions, G: gates. own: the first axis of arrays with one entry per direction.
@@ -181,10 +186,10 @@ def draw(
         kinked = KINKS.keys() & {*options.get("activations", ()), options.get("activation")}
         factors = [1, *rng.uniform(-1, 1.5, 4), *([] if kinked else [0])]
         arrays["keep"] = rng.choice(factors, (T, B, 2) if bidirectional else (T, B))
-    arrays = stored(arrays, dtype) | options
-    return arrays | {
-        name: value for name, value in (("op", op), ("bidirectional", bidirectional)) if value not in ("lstm", False)
-    }
+    # The defaults are left out: the op `lstm` and one direction.
+    chosen = {"op": op, "bidirectional": bidirectional}
+    chosen = {name: value for name, value in chosen.items() if value not in ("lstm", False)}
+    return stored(arrays, dtype) | options | chosen
 
 
 def stored(arrays: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
@@ -224,11 +229,12 @@ def draw_away_from_kinks(
 
 
 def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
-    """Convert a dict of options for `draw` from a batch of 2 to a batch of B."""
+    """Convert a dict of options for `draw` from a batch of 2 to a batch of B. The values of `lengths` [B] and `hold`
+    [T, B] are repeated for further sequences of the batch."""
     changed = dict(options)
     if "lengths" in changed:
         changed["lengths"] = (changed["lengths"] * B)[:B]
-    if "mask" in changed:
+    if "mask" in changed:  # of the sizes in `MASKS` only the batch is 2
         changed["mask"] = tuple(B if size == 2 else size for size in changed["mask"])
     if "hold" in changed:
         changed["hold"] = [(row * B)[:B] for row in changed["hold"]]
@@ -255,6 +261,7 @@ def run(case: Case, engine: str, training: bool = True, dtype: mx.Dtype | None =
     the arrays of the same names and have no gradient. dtype: the dtype to run in, by default that of the case."""
     dtype = dtype or DTYPES[case.dtype]
     arrays = {name: to_mlx(array, dtype) for name, array in case.arrays.items() if name not in case.weights}
+    # A case with projected x has no Wx, and the op wants None for it; the arrays of the case replace the None.
     options = {"Wx": None, **case.options, **case.weights, **({} if training else {"training": False})}
     wanted = [name for name in case.names(training) if name in OUTPUTS[case.op]]
 
@@ -274,12 +281,12 @@ def hindrance(engine: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, ce
     """Return why an engine cannot run a recurrence of sizes (T, B, I, H) on this machine, or "" if it can.
 
     `options` are arguments of `engines.choose`. By default `device` and `metal` describe this machine; for `numpy` the
-    device is always the CPU.
+    device is always the CPU. `traced` is False: the call is not inside a transformation such as `mx.compile`.
     """
     options = {"device": choice.current_device(), "metal": choice.has_metal(), "traced": False} | options
     options |= {"device": "cpu"} if engine == "numpy" else {}
     try:
         choice.choose(sizes=sizes, dtype=dtype, cell=cell, requested=engine, **options)
-    except ValueError as error:
+    except ValueError as error:  # its text is "[op] engine='fused' cannot run: REASON."
         return str(error).partition("cannot run: ")[2].rstrip(".") or str(error)
     return ""

@@ -13,16 +13,17 @@ def start(kind: str, argument: str) -> Child:
 
 class Runner:
     """Sends requests to a child process. It starts the child with the first request, and a new one after a crash.
-    kind, argument: what `start` takes, which program the child runs and its argument."""
+    kind, argument: which program the child runs, and the program's argument."""
 
     def __init__(self, kind: str, argument: str):
-        self.words: tuple[str, str] = kind, argument
+        self.kind, self.argument = kind, argument
         self.child: Child | None = None
 
     def ask(self, limit: float = LIMIT, **request: Any) -> dict[str, Any]:
-        """Return the child's answer. Raise ChildError if it fails, ends or gives no answer within `limit` seconds."""
+        """Return the child's answer to a request, whose keywords the program defines. Raise ChildError if the child
+        fails, ends or gives no answer within `limit` seconds."""
         if self.child is None or not self.child.serves():
-            self.child = start(*self.words)
+            self.child = start(self.kind, self.argument)
         return self.child.ask(limit, **request)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TextIO, TypeVar
 
-ERASE = "\r\x1b[2K"
+ERASE = "\r\x1b[2K"  # moves the cursor to the start of the line and deletes the line
 EVERY = 30.0  # seconds between two lines in a file or a pipe
 EARLY = 3.0  # seconds of work before the first estimate of the time left
 
@@ -26,8 +26,10 @@ class Progress:
         self.title: str = ""
         self.text: str = ""
         self.start: float = time.monotonic()
-        self.end: float | None = None
-        self.parts: tuple[float, float] | None = None  # when the parts began, and when they will end by the estimate
+        self.end: float | None = None  # when all work will be done, as the last call of `say` estimated it
+        # Once `count` was called: when it first was, and when all parts will end by its estimate; infinity at first,
+        # while no part is done and there is no estimate.
+        self.parts: tuple[float, float] | None = None
         self.lock: AbstractContextManager[bool] = threading.Lock()
         self.ended: threading.Event = threading.Event()
         self.thread: threading.Thread = threading.Thread(target=self.redraw, daemon=True)
@@ -49,8 +51,8 @@ class Progress:
             self.draw()
 
     def count(self, n: int, total: int) -> None:
-        """Note that `n` of `total` parts of the work are done. From the second part on, the estimate of the time left
-        is that of all parts together."""
+        """Note that `n` of `total` parts of the work are done. Once a part is done, the time left is estimated from the
+        time of the parts done so far, and this estimate replaces those of `say`."""
         now = time.monotonic()
         start = self.parts[0] if self.parts and n else now
         self.parts = (start, now + (now - start) / n * (total - n)) if n else (now, math.inf)
@@ -73,7 +75,7 @@ class Progress:
 
     def redraw(self) -> None:
         """Draw the progress line until the context ends: in a terminal once a second, and erase it at the end. In a
-        file or a pipe, print a line every EVERY seconds if there is something new."""
+        file or a pipe, print it every EVERY seconds, unless the text of `say` is empty."""
         redraws = self.out.isatty()
         while not self.ended.wait(1 if redraws else EVERY):
             with self.lock:
@@ -92,11 +94,12 @@ class Progress:
             self.out.flush()
 
     def line(self) -> str:
-        """Return the progress line; "" if there is nothing to say."""
+        """Return the progress line; "" if the text of `say` is empty."""
         if not self.text:
             return ""
         now = time.monotonic()
         line = "  ".join(filter(None, [clock(now - self.start), self.title, self.text]))
+        # The estimate for all parts, if there is one, else that of `say`.
         end = self.end if self.parts is None or math.isinf(self.parts[1]) else self.parts[1]
         if end is None:
             return line

@@ -24,6 +24,7 @@ THREAD_SETTINGS = (
     "OPENBLAS_L2_SIZE",
     "LD_PRELOAD",
 )
+"""Environment variables that change how many threads libraries use, or which code they run. The report shows them."""
 
 
 def machine_card(command: str, device: str) -> dict[str, str]:

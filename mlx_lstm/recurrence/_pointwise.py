@@ -97,9 +97,9 @@ def pointwise(
 
     `cell` is a function of MLX arrays which computes each number from the numbers of the same item and unit:
     arithmetic, comparisons, `mx.where` and functions such as `mx.tanh`. MLX differentiates it. It runs a few times, on
-    arrays without values; engines run code generated from it. So it must not depend on anything but its arguments and
-    Python numbers; if such a number changes, the code is generated again. An array that it captures from outside is
-    refused. The page "Your own cell" lists the operations.
+    arrays without values; engines run code generated from it. So it must not depend on anything but its arguments,
+    functions and Python numbers; if one of these changes, the code is generated again. An array that it captures from
+    outside is refused. The page "Your own cell" lists the operations.
 
     Where `cell` has no derivative, every engine gives that of MLX: NaN for `arctan2` at (0, 0), where PyTorch gives 0;
     infinity for `sqrt` and `log` at 0; 0 for `abs` at 0. Where MLX multiplies infinity by 0 for a branch that

@@ -69,14 +69,15 @@ SWEEPS = ("forward", "backward")
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return h [T, B, D H], gates [T, B, D K H] (K: the numbers per unit that the backward pass
-    reads, mostly the gates) and hT [B, D H]; if C > 0 also c [T, B, D C H] and cT [B, D C H], both in float32. Gates
-    are returned only in training or if the caller asks for them."""
+    reads, mostly the gates) and hT [B, D H]; with C > 0 states besides h also c [T, B, D C H] and cT [B, D C H], both
+    in float32. Gates are returned only in training or if the caller asks for them."""
     if runs_apart(problem):
         return join([forward(one_direction(problem, d), part(arrays, d)) for d in range(2)])
     cell = problem.cell
     # The mask is the factor on h in the recurrent product. It has one time index if all steps share it.
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays) if cell.recurrent else None
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
+    # numbers: an LSTM's forget bias and limits.
     inputs: Inputs = {"mask": mask, "numbers": sweep.numbers} | norms.inputs_of(problem, arrays)
     for name in sweep.options:
         inputs[name] = contiguous(arrays[name])
@@ -85,6 +86,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
             inputs[name] = arrays[name]
     if "c0" in inputs and isinstance(cell, PointwiseCell):
         inputs["c0"] = arrays["c0"].astype(mx.float32)
+    # z: the input's part of the preactivations. If several launches read it, it is made contiguous for them.
     inputs["z"] = project(problem, arrays, launches=len(sweep.parts))
     if cell.recurrent:
         inputs["arranged"] = arrays["arranged"] if "arranged" in arrays else arranged(problem, arrays, sweep)
@@ -127,8 +129,9 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
     saved: the outputs of the forward pass. cotangents: the gradients of some outputs, with the keys h, c, gates, hT,
     cT. If the gates were not saved, the forward pass runs again to compute them. MLX computes some arrays before the
-    backward steps, for all steps at once: h_in (the input of the recurrent product), q, and the normalised numbers
-    (`of_norms`). After the steps it computes the gradients of the weights as products over all steps.
+    backward steps, for all steps at once: h_in (the input of the recurrent product), q (the recurrent product of a
+    GRU's candidate), and the normalised numbers (`of_norms`). After the steps it computes the gradients of the weights
+    as products over all steps.
     """
     cell = problem.cell
     if saved.get("gates") is None and cell.reads_kept:
@@ -140,7 +143,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     differ = mask is not None and mask.shape[0] > 1
     sweep = backward_sweep(problem, saved["h"].dtype, tuple(arrays), differ, tuple(cotangents))
     inputs = backward_inputs(problem, arrays, saved, cotangents, sweep) | {"mask": mask}
-    operand: Arrays = {}
+    operand: Arrays = {}  # h_in, if something below is computed from it: weight gradients, q, or the norms' numbers
     if sweep.few or sweep.takes_product or norms.of_product(cell):
         operand = recurrent_input(problem, arrays, saved["h"], mask)
     of_norms = norms.numbers_before_sweep(problem, arrays, saved, operand.get("h_in"))
@@ -164,7 +167,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 def backward_inputs(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, sweep: "Sweep") -> Inputs:
     """Return the arrays of the caller and of the forward pass (`saved`) that the launches of a backward pass read,
     apart from the mask and the weights. A cotangent has the name of its output with a d before it. sweep: the
-    launches."""
+    launches. numbers: an LSTM's limits. The caller's options are made contiguous here; `backward` does the same with
+    the other arrays if several launches read them, which would copy them again and again."""
     cell = problem.cell
     inputs: Inputs = {name: saved[name] for name in states_of(cell)} | norms.inputs_of(problem, arrays)
     if cell.reads_kept and cell.kept:
@@ -192,8 +196,9 @@ def states_of(cell: AnyCell) -> tuple[str, ...]:
 class Part(NamedTuple):
     """One launch of a forward or backward pass, which runs some of its steps.
 
-    launch: called with the list of its input arrays, it returns the list of its outputs. sizes: the seven integers that
-    metal/fused.metal lists, such as the first and last step. inputs, outputs: the names of its arrays, in order.
+    launch: called with the list of its input arrays, it returns the list of its outputs. sizes: seven integers: its
+    first step, the step after its last one, T, B, D, whether the only direction is reverse, and whether each step has
+    its own mask. inputs, outputs: the names of its arrays, in order.
     """
 
     launch: Launch
@@ -209,8 +214,9 @@ class Sweep(NamedTuple):
 
     options: the names of the caller's arrays that the launches read as contiguous arrays. numbers: the array of an
     LSTM's forget bias and limits, if the launches read it. quantized: whether the launches read quantized weights. few:
-    whether few launches can compute the gradients of the weights after the backward steps. takes_product: whether the
-    backward steps read the recurrent product of a GRU's candidate.
+    whether one product per weight computes its gradient after the backward steps, for both directions at once
+    (`is_plain`); for rare options more products are needed. takes_product: whether the backward steps read q, the
+    recurrent product of a GRU's candidate.
     """
 
     arrange: Launch | None
@@ -295,6 +301,7 @@ def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], mas
     without its packing if the launches read dequantized weights."""
     bare, cell = readable(problem, names, dtype), problem.cell
     there = {name: name in names for name in ("h0", "c0", "lengths")}
+    # The mask on h includes `keep`. numbers: the forget bias and limits, which only an LSTM has.
     there |= {"z": True, "arranged": cell.recurrent, "sizes": True}
     there |= {"mask": cell.recurrent and ("mask" in names or "keep" in names), "numbers": cell.op == "lstm"}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}
@@ -315,9 +322,10 @@ def backward_sweep(
 ) -> Sweep:
     """Return the launches of the backward pass for a call whose arrays and cotangents have these names. The first one
     runs the last steps. masks_differ: whether each step has its own mask. few: whether few launches can compute the
-    weight gradients afterwards. product: whether the steps read q. saves_d: whether the kernel also writes the
-    gradients of the recurrent products (d_out), because they differ from dz. there: whether a launch has each of its
-    arrays; present: the names of those that the first launch has; later: the same for the others, which get the
+    weight gradients afterwards. product: whether the steps read q, the recurrent product of a GRU's candidate. saves_d:
+    whether the kernel also writes d_out, the gradients of the recurrent products, because they differ from dz, those of
+    the preactivations. there: whether a launch has each of its arrays (numbers: a clip of c that stops gradients needs
+    its limit); present: the names of those that the first launch has; later: the same for the others, which get the
     gradients of the states (dhT, dcT) from the launch before."""
     cell, bare = problem.cell, readable(problem)
     few, product = is_plain(problem, names) and not isinstance(cell, PointwiseCell), takes_product(cell)
@@ -367,9 +375,9 @@ def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Divide the steps of a pass into launches. Return, for each launch in the order of processing, the number of its
-    steps and its input array `sizes`, which metal/fused.metal describes. Both passes are divided into the same
-    launches. masks_differ: whether each step has its own mask.
+    """Divide the steps of a pass into launches, because macOS ends a launch that keeps the GPU from the display for too
+    long. Return, for each launch in the order of processing, the number of its steps and its input array `sizes`. Both
+    passes are divided into the same launches. masks_differ: whether each step has its own mask.
 
     A launch has as many steps as are predicted to take LAUNCH_CYCLES in the slower of the two passes, and at most
     `limits.launch_steps`. groups: for each pass its tiling and the number of its threadgroups.
@@ -400,11 +408,15 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
     """Return the shape and dtype of each output of the kernel of a pass, in the order of the kernel's struct of
     arrays. An entry is None if the launch does not write this output.
 
-    keep: whether the call has the option `keep`. The backward pass then also writes `carry` [steps, B, D N H]: the
-    gradients of the N states that bypass the recurrent product. saves_d: whether the backward pass writes d_out
-    [steps, B, D G H], the gradient of the recurrent product. steps: the time steps of the launch. `array` returns the
-    shape of an array with `blocks` numbers per unit and the axes `lead` before them; metal/fused.metal and
-    metal/pointwise_backward.metal describe the arrays.
+    keep: whether the call has the option `keep`. saves_d: whether the backward pass writes d_out. steps: the time steps
+    of the launch. `array` returns the shape of an array with `blocks` numbers per unit and the axes `lead` before them.
+    The backward pass writes gradients:
+
+    - dz, d_out: of the preactivations, and of the recurrent products, if they differ
+    - carry [steps, B, D N H], with `keep`: of the N states, without the part through the recurrent product
+    - d_product, d_norm_c: of what the norm of the products gets, and of the result of the norm of c
+    - du, dw: of the inputs and parameters of a user's cell; dw [threadgroups, D V H] has the sum over the batch items
+      of each threadgroup, which MLX sums up
     """
     B, H, D, cell = problem.B, problem.H, problem.directions, problem.cell
 
@@ -472,7 +484,9 @@ def prepared_part(
 
     The kernel's body declares the struct of its arrays and the threadgroup memory `vectors`, and calls the shader with
     its template arguments: the cell's struct, H, and how the work is divided. options, template: constants that the
-    source declares before the body; `arguments` are those of them that the shader takes, in order."""
+    source declares before the body; `arguments` are those of them that the shader takes, in order. files: the shader
+    files that the source needs. INPUTS: all arrays that the pass's shader can read. OPTIONS: the cell's options as
+    bits. UNITS, ROWS, RESIDENT, VECTORS: the fields of `FusedTiling` with these names. S: the dtype."""
     has_norm = problem.cell.norm is not None
     inputs = {name: name in present for name in (*INPUTS[sweep], *(norms.READ[sweep] if has_norm else ()))}
     outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)
@@ -503,7 +517,7 @@ def prepared_part(
     body += f"{shader}<{', '.join(arguments)}>(a, vectors, threadgroup_position_in_grid.xy, {threads});"
     groups = (-(-problem.B // tiling.rows), problem.directions)
     source = Source(f"{name}_{shader.replace('pointwise', 'fused')}", files, body, own=own)
-    launch = prepare(source, template, inputs, outputs, groups, tiling.threads)
+    launch = prepare(source, template, inputs, outputs, groups=groups, threads=tiling.threads)
     return Part(launch, sizes, tuple(name for name in inputs if inputs[name]), tuple(written))
 
 
@@ -527,12 +541,14 @@ def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
 @cached
 def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch | None:
     """Return the launch that copies the weights of a forward or backward pass into the order in which lanes read
-    them. Return None if the cell has none. sweep: "forward" or "backward". BACK, MATRICES: whether the order is that of
-    the backward pass, and of products of 8 x 8 matrices. OPTIONS has only the bits on which the order depends, so that
-    cells with other activations share the kernel."""
+    them. Return None if the cell has none. sweep: "forward" or "backward". The launch has one thread for each vector of
+    4 weights. UNITS: the units of a group of lanes. BACK, MATRICES: whether the order is that of the backward pass, and
+    of products of 8 x 8 matrices. S: the dtype. OPTIONS has only the bits on which the order depends, so that cells
+    with other activations share the kernel."""
     if not problem.cell.recurrent:
         return None
     D, tiling = problem.directions, tiling_of(sweep, problem, dtype)
+    # lanes=True also for MATRICES: the shader serves both orders, and names the struct of the product in lanes.
     struct, files, own, name = shader_of(problem.cell, lanes=True, computes=False)
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), dtype)}
     template: Template = {"UNITS": 1 if tiling.matrices else tiling.units}
@@ -544,7 +560,7 @@ def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch | No
     body += f"fused_arrange<{arguments}>(a, thread_position_in_grid.xy, threads_per_threadgroup.x);"
     source = Source(f"{name}_fused_arrange", (*files, *ARRANGE_FILES), body, own=own)
     inputs = {"Wh": True, "sizes": True}
-    launch = prepare(source, template, inputs, outputs, (tiling.weights, D), tiling.threads)
+    launch = prepare(source, template, inputs, outputs, groups=(tiling.weights, D), threads=tiling.threads)
     sizes = constant((problem.H, tiling.weights), mx.int32)
     return lambda inputs: launch(inputs=[*inputs, sizes])
 
@@ -553,8 +569,10 @@ def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch | No
 def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype) -> Launch:
     """Return the launch that copies quantized weights into the order in which lanes read them. The axes of the copy
     are: directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 words of a vector. A word has 32
-    bits. metal/fused_quantized.metal describes what a lane's words contain. names: the call's arrays. BITS: the bits of
-    a weight as `mx.quantize` packs it; FIELD: those that it takes in the copy."""
+    bits. The words of a lane hold its weights and, behind the weights of each quantization group, the group's scale and
+    bias. names: the call's arrays. UNITS: the units of a group of lanes. COUNT: the vectors of a lane. BITS: the bits
+    of a weight as `mx.quantize` packs it; FIELD: those that it takes in the copy. S: the dtype of the scales. VECTOR
+    tells the shader how to read the words."""
     D, tiling = problem.directions, tiling_of("forward", problem, dtype)
     struct, files, own, name = shader_of(problem.cell, lanes=True, computes=False)
     inputs = {"Wh": True, "Wh_scales": True, "Wh_biases": "Wh_biases" in names}
@@ -568,7 +586,7 @@ def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype)
     arguments = f"{struct}, H, UNITS, COUNT, FIELD, {VECTOR}"
     body += f"fused_arrange_quantized<{arguments}>(a, thread_position_in_grid.xy, threads_per_threadgroup.x);"
     source = Source(f"{name}_fused_arrange_quantized", (*files, *QUANTIZED_FILES, *ARRANGE_FILES), body, own=own)
-    return prepare(source, template, inputs, outputs, (tiling.weights, D), tiling.threads)
+    return prepare(source, template, inputs, outputs, groups=(tiling.weights, D), threads=tiling.threads)
 
 
 # --- Tiling ---
@@ -673,15 +691,20 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     and the registers to keep free, as a measurement chose them, or None to predict them. A lane reads weights in
     vectors of four: four weights or, if they are quantized, four 32-bit words of packed weights.
 
-    -(-a // b) is a / b, rounded up. wanted: the batch items that a threadgroup shall have. lengths: see below. piece:
-    so many terms of a sum are divided among lanes at once. slots: how many rows of weights a lane works on. weights:
-    how many vectors of four a lane has. one, vectors: the bytes of one buffer, and whether there are two.
+    -(-a // b) is a / b, rounded up. lanes: how many share a unit, 1 or 4. wanted: the batch items that a threadgroup
+    shall have. lengths: see below. piece: so many terms of a sum are divided among lanes at once. slots: how many rows
+    of weights a lane works on. weights: how many vectors of four a lane has. one, vectors: the bytes of one buffer, and
+    whether there are two.
     """
     cell, H, itemsize, packing = layer.cell, layer.H, layer.itemsize, layer.packing
     lanes, gates = lanes_of(cell), cell.gates
     sweep = "backward" if backward else "forward"
-    if not cell.recurrent:  # one lane per unit, one item per threadgroup, the least memory (16 bytes), and no weights
-        return FusedTiling(False, 1, 1, 32 * -(-H // 32), 1, 16, 0, 0, 1.0, working_registers(cell, sweep, 1, False))
+    if not cell.recurrent:  # one lane per unit, one item per threadgroup, the least memory, and no weights
+        used = working_registers(cell, sweep, rows=1, packed=False)
+        return FusedTiling(
+            matrices=False, units=1, rows=1, threads=32 * -(-H // 32), vectors=1, bytes=16,
+            weights=0, resident=0, resident_part=1.0, registers=used,
+        )  # fmt: skip
     wanted = cut.rows if cut else rows_for(layer)
     matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
     # lengths: for each product of a step, how many terms one output sums. The first product backward of a GRU whose
@@ -692,7 +715,8 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
         units, rows, threads, piece, slots = 8, 8, 32 * -(-H // 8), 8, 1 if backward else gates
         weights = -(-lengths[0] // 16) * slots
     else:
-        # A group of 8 lanes (16 backward) shares its units' rows of weights; a lane takes 4 numbers of every `piece`.
+        # A group of 8 lanes (backward 16, where a unit has only one row) shares the rows of its units. A lane
+        # takes 4 numbers of every `piece` of the operand, and multiplies them by the weights of all these rows.
         units = 8 // lanes * (2 if backward and lanes > 1 else 1)
         threads, piece = 32 * -(-(-(-H // units) * lanes * units) // 32), 4 * lanes * units
         length = gates * H if backward else H
@@ -747,8 +771,9 @@ def rows_for(layer: LayerSize) -> int:
         return 1
     widest = WIDEST_MATRICES[layer.itemsize]
     fits = fits_matrices(layer.cell, layer.H) and widest >= layer.H
-    # At the largest H an LSTM uses all registers. A cell that needs more registers has a smaller largest H.
-    least = registers_of(4 * widest) + own_registers(layer.cell, 8)
+    # At the largest H, in 4 * widest threads (32 for 8 units), an LSTM just has enough registers. So a thread needs at
+    # least as many as it has there, and those of a user's cell in addition.
+    least = registers_of(4 * widest) + own_registers(layer.cell, rows=8)
     matrices = fits and layer.packing is None and registers_of(32 * -(-layer.H // 8)) >= least
     times = {rows: step_cycles(layer, rows) for rows in (1, 2, 8 if matrices else 4)}
     return next(rows for rows, time in times.items() if time <= SIMPLER * min(times.values()))
@@ -779,7 +804,8 @@ def pass_cycles(
     """
     form = "matrices" if tiling.matrices else "packed" if packing else "lanes"
     # held: the weights in the lanes of a threadgroup, in vectors of 4. loaded: the bytes read from memory at each step.
-    # work: the cycles of a step, limited by arithmetic or by these reads. each: the threadgroups of the busiest core.
+    # work: the cycles of a step, limited by arithmetic (CYCLES per weight and item) or by these reads. each: the
+    # threadgroups of the busiest core. WAIT: the cycles that one waits at each step.
     held = 4 * tiling.threads * tiling.weights
     loaded = held * (4 if packing else itemsize) * (1 - tiling.resident_part)
     work = max(CYCLES[form] * (numbers or held) * tiling.rows, loaded / BYTES_PER_CYCLE)
@@ -814,7 +840,8 @@ def own_registers(cell: AnyCell, rows: int) -> int:
     """Return how many more registers a thread needs for the states, inputs, gates and parameters of a user's cell. A
     thread computes all batch items of a threadgroup (`rows`), or 2 of 8 with 8 x 8 matrices; it then also holds the
     states of the next step. WORKING_REGISTERS already counts one state besides h and four gates. `each` is the number
-    of registers for one batch item: 2 per further state (4 with matrices), 1 per input, 2 per further gate."""
+    of registers for one batch item: 2 per further state (4 with matrices), 1 per input, 2 per further gate. The sums of
+    the parameters' gradients (`summed`) serve all items."""
     if not isinstance(cell, PointwiseCell):
         return 0
     each = (4 if rows == 8 else 2) * max(0, cell.carried - 1) + cell.inputs + 2 * max(0, cell.gates - 4)
@@ -829,8 +856,8 @@ def lanes_of(cell: AnyCell) -> int:
 
 def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[str] = ()) -> FusedTiling:
     """Return how a pass ("forward" or "backward") of this problem is divided among threads. names: the names of a
-    launch's inputs. Optional inputs need additional registers, so the division depends on them. Only a forward pass
-    reads quantized weights."""
+    launch's inputs. Optional inputs, and a norm of each gate instead of one, need additional registers, so the division
+    depends on them. Only a forward pass reads quantized weights."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
     more += EACH_REGISTERS if norm_blocks(problem.cell) > 1 else 0
     packing = problem.packing if sweep == "forward" else None

@@ -311,7 +311,8 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
     if isinstance(cell, GRUCell):
         own = (cell.reset == "before") + (cell.flip_z << 1)
     elif cell.op == "lstm":
-        # sees: which c the peephole of gate o reads, the new one (1) or that before the step (2); 0 without peepholes
+        # sees: which c the peephole of gate o reads, the new one (1) or that before the step (2); 0 without peepholes.
+        # Then whether there is a clip of c, and whether it stops gradients.
         sees = (1 if cell.output_peephole == "current" else 2) if peephole else 0
         own = sees + ((cell.cell_clip is not None) << 2) + (cell.stops_c << 3)
     number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))

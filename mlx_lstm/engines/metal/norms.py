@@ -138,10 +138,8 @@ def joined(problem: Problem, arrays: Arrays, numbers: Arrays) -> Arrays:
     found = {name: numbers[name] for name in ("norm_y", "norm_c_y") if name in numbers}
     if of_state(problem.cell):
         dtype = arrays["Wh"].dtype
-        scale, shift = (
-            arrays.get("norm_c_scale", mx.ones(shape, dtype)),
-            arrays.get("norm_c_shift", mx.zeros(shape, dtype)),
-        )
+        scale = arrays.get("norm_c_scale", mx.ones(shape, dtype))
+        shift = arrays.get("norm_c_shift", mx.zeros(shape, dtype))
         found["norm_c"] = mx.stack([scale.reshape(shape), shift.reshape(shape)])
     return found | {"norm_r": mx.concatenate(parts, axis=-1)}
 
@@ -158,14 +156,14 @@ def for_gradients(problem: Problem, results: Arrays, numbers: Arrays, gates: mx.
     if cell.norm is None:
         return results
     found = results.copy()
-    if cell.op == "pointwise":
+    if cell.op == "pointwise":  # `pointwise.gradients_after` reads the other results under the kernels' names
         return found | {"y": numbers["norm_y"]}
     if of_product(cell):
         da = results.get("d_out", results["dz"])
         if cell.op == "gru" and gates is not None:
             da = times_reset(problem, da, gates)
         found |= {"da": da, "dp": results["d_product"], "y": numbers["norm_y"]}
-        if cell.norm.of == "sum":
+        if cell.norm.of == "sum":  # the input's part is a term of what is normalised, so both have the same gradient
             found["dz"] = found["dp"]
     if of_state(cell):
         found |= {"dn": results["d_norm_c"], "yc": numbers["norm_c_y"]}
@@ -184,13 +182,16 @@ def times_reset(problem: Problem, dz: mx.array, gates: mx.array) -> mx.array:
 def memory_of(cell: AnyCell, H: int, lanes: int, rows: int) -> int:
     """Return the bytes of threadgroup memory in which the simdgroups of a `fused` kernel exchange the sums of the
     norms. metal/fused_norm.metal describes it (NormMemory): each norm has a pair of floats for each simdgroup and
-    batch item. H: the units. lanes: the lanes of a unit. rows: the batch items of a threadgroup."""
+    batch item. H: the units. lanes: the lanes of a unit. rows: the batch items of a threadgroup.
+
+    For example, an LSTM with H = 96 and 4 lanes per unit has 12 simdgroups. With one norm all 32 lanes of a simdgroup
+    read sums, so there are 32 places. With a norm of each gate 8 lanes read those of one gate: 4 norms of 16 places."""
     simdgroups = -(-H * lanes // 32)
     # every: every `every`-th lane has numbers of the same norm. It is 1 (all lanes), or with a norm per gate `lanes`.
     # places: the pairs of each norm. The 32 // every lanes of a norm in a simdgroup divide the sums of all simdgroups
     # among themselves, so their number is rounded up to a multiple of these lanes.
     every = lanes if norm_blocks(cell) > 1 else 1
-    gates = -(-cell.gates // lanes) if every > 1 else 1  # a lane has as many norms
+    gates = -(-cell.gates // lanes) if every > 1 else 1  # how many gates' norms each lane takes part in
     places = gates * [every * -(-simdgroups // (32 // every)) * (32 // every)] if of_product(cell) else []
-    places += [32] if of_state(cell) else []
+    places += [32] if of_state(cell) else []  # of c: one place for each of the at most 32 simdgroups
     return sum(-(-count * rows // 2) * 16 for count in places)  # two pairs fill a vector of 16 bytes

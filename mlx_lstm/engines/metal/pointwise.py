@@ -62,7 +62,9 @@ def struct_text(cell: PointwiseCell) -> str:
 def lanes_text(cell: PointwiseCell, computes: bool = True) -> str:
     """Return the source of the structs of a cell whose units are shared by lanes: `Own`, without the functions of a
     step, and `Lanes<Own>` with them, whose members metal/pointwise.metal lists. slot_block: which gate's weights are
-    in a lane's slot n. computes: False for launches that only move weights and need no functions."""
+    in a lane's slot n (the n-th of its sums). With `SCATTERS` it is gate n ^ lane: slot 0 is the lane's own gate, and
+    two lanes that exchange sums by simd_shuffle_xor use the same slots. TWO_PRODUCTS: as in a GRU whose reset comes
+    first. computes: False for launches that only move weights and need no functions."""
     lanes = 4 if cell.recurrent else 1
     enum = f"enum {{ LANES = {lanes}, SCATTERS = {int(scatters(cell))}, TWO_PRODUCTS = 0, "
     enum += f"NORMALISES = {int(cell.norm is not None)} }};\n"
@@ -75,10 +77,12 @@ def lanes_text(cell: PointwiseCell, computes: bool = True) -> str:
 def own_text(cell: PointwiseCell, functions: str = "") -> str:
     """Return the source of a cell's struct. functions: the Metal text of the functions in it.
 
-    metal/cell.metal says what the numbers are. SUMMED and CONSTANTS are equal: the numbers that a unit reads once per
-    launch are its parameters, and each of them has a gradient. SEGMENTS is 1, because the product dz Wh reads the
-    gradients of all gates as they are. READS_BEFORE and READS_AFTER have one bit per state, h first: whether a backward
-    step reads the state before or after the step.
+    The numbers are per unit: GATES preactivations, of which PRODUCTS (all or none) have a recurrent product, CARRIED
+    states besides h, INPUTS of each step, KEPT saved values, GRADIENTS of preactivations that are stored. PASSES_H:
+    whether a step reads h outside of the product. SUMMED and CONSTANTS are equal: the numbers that a unit reads once
+    per launch are its parameters, and each of them has a gradient. SEGMENTS is 1: the product dz Wh is one sum over all
+    gates. READS_BEFORE and READS_AFTER have one bit per state, h first: whether a backward step reads the state before
+    or after the step.
     """
     graph = cell.graph
     numbers = {
@@ -162,14 +166,9 @@ def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
     count = -(-graph.gates // lanes)
     for j in range(count):
         own = [f"sums[{k}]" for k in range(lanes * j, min(lanes * (j + 1), graph.gates))]
-        product = (
-            ""
-            if not cell.recurrent or graph.apart
-            else " + sums[0]"
-            if lanes > 1 and scatters(cell)
-            else f" + ({of_lane(own, lanes)})"
-        )
-        lines.append(f"const float a{j} = y[{j}]{product};")
+        product = "sums[0]" if lanes > 1 and scatters(cell) else f"({of_lane(own, lanes)})"
+        adds = cell.recurrent and not graph.apart
+        lines.append(f"const float a{j} = y[{j}]{f' + {product}' if adds else ''};")
     if graph.apart:
         uniform |= {number[f"p{k}"]: f"sums[{k}]" for k in range(graph.gates) if f"p{k}" in number}
     code = Statements(graph, lanes, uniform, grouped("a", gates, lanes))
@@ -189,7 +188,9 @@ def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
 
     In the code below `uniform` are the values that all lanes of a unit have: {node: variable}. Besides the inputs of
     the step these are the new states (n_in0, ...), which are read from the outputs instead of being computed again. y0,
-    y1, ... are registers with the saved values.
+    y1, ... are registers with the saved values. The Metal parameters: p the parameters, u the inputs, before and after
+    the states, ds their gradients, first those after the step, on return those before it; d, du, dp: the gradients of
+    the preactivations, of u and of p.
     """
     graph = cell.graph
     after, number = graph.known_after(), graph.number
@@ -210,8 +211,8 @@ def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
     lines += code.lines
     lines += [f"{name}[{k}] = {value};" for name, values in results.items() for k, value in enumerate(values)]
     head = f"backward({first}thread const float* p, thread const float* u, thread const float* y, "
-    head += "thread const float* before, "
-    head += "thread const float* after, thread float* ds, thread float* d, thread float* du, thread float* dp)"
+    head += "thread const float* before, thread const float* after, "
+    head += "thread float* ds, thread float* d, thread float* du, thread float* dp)"
     return function_text(head, lines)
 
 
@@ -226,8 +227,9 @@ def own_cell(problem: Problem) -> PointwiseCell:
 
 def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
     """Return the gradients of all arrays, by name. They are computed with products and sums over all steps from
-    `swept`, the results of the backward kernels by name (`stepwise.sweep_backward` lists them). saved: the outputs
-    of the forward pass.
+    `swept`, the results of the backward kernels by name: dz, du and dw (gradients of preactivations, inputs and
+    parameters), dh0, dc0, carry (with `keep`: the gradients of the states without the part through the recurrent
+    product) and those of the norm, see below. saved: the outputs of the forward pass.
 
     Two directions are computed one after the other. G gates, H units. d: the stored gradients of preactivations [T, B,
     M H], in the order of graph.stored_gradients: first those of the G recurrent products, then those of the input's

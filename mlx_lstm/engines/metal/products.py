@@ -58,8 +58,8 @@ def takes_product(cell: AnyCell) -> bool:
 
 def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.array | None) -> Arrays:
     """Return a dict with h_in: mask * (h before the step) at each step, and 0 past an item's end. If the arrays have
-    16 bits and there are biases, the dict also has `ones`. If the call has lengths and Wx and `is_plain` is true, it
-    also has x_in [T, B, I]: x with 0 past an item's end.
+    16 bits and there are biases, the dict also has `ones`, which sums up 16-bit rows in float32 (`column_sums`). If the
+    call has lengths and Wx and `is_plain` is true, it also has x_in [T, B, I]: x with 0 past an item's end.
 
     h: the output of the forward pass. mask: the factor on h in the recurrent product (it includes `keep`), or None.
     """
@@ -115,7 +115,7 @@ def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -
     """Return the gradients of all arrays, by name.
 
     sweep: the results of `recurrent_input` and of the backward steps, by name: h_in and perhaps ones and x_in; dz, dh0
-    and dc0; d_out, if it differs from dz; with a projection dh [T, B, D P], the gradient of h, and m.
+    and dc0; d_out, if it differs from dz; with a projection h = m Wp^T dh [T, B, D P], the gradient of h, and m.
     """
     (D, T, B, P), H, ones = sweep["h_in"].shape, problem.H, sweep.get("ones")
     d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)  # the gradients of the recurrent products
@@ -134,7 +134,7 @@ def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -
     without_b.pop("b", None)
     if "x_in" in sweep:
         without_b["x"] = sweep["x_in"]
-        del without_b["lengths"]
+        del without_b["lengths"]  # the padding of x_in is 0 already
     gradients |= ops.input_gradients(without_b, sweep["dz"])
     for name in gradients:
         gradients[name] = gradients[name].astype(arrays[name].dtype)

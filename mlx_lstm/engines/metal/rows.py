@@ -49,9 +49,9 @@ def joins(T: int, left: int, most: int) -> tuple[tuple[Join | None, ...], tuple[
     (joins, sizes): the join of each launch, or None; and how many rows each remaining array has. A join has at most
     `most` arrays.
 
-    To copy each row as seldom as possible, a launch joins only neighbouring arrays of the same level. `levels`: the
-    least number of levels with which at most `left` arrays remain. Only near the end, if too many arrays would remain,
-    it joins the shortest neighbouring arrays of any level.
+    To copy each row as seldom as possible, a launch joins only neighbouring arrays of the same level (how many joins
+    their rows went through, at most). `levels`: the least number of levels with which at most `left` arrays remain.
+    Only near the end, if too many arrays would remain, it joins the shortest neighbouring arrays of any level.
     """
     levels = next(level for level in range(T) if left * most**level >= T)
     plan: list[Join | None] = []
@@ -81,10 +81,13 @@ def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int, mos
     size = min(most, count + to_come - left + 1)  # a join of n arrays into one removes n - 1 arrays
     if size < 2:
         return None
+    # A whole group of pieces of the same level is due. Near the end fewer of them are joined, if that is enough.
     for first in range(count - most + 1):
         level = pieces[first][0]
         if level < levels and all(other == level for other, _ in pieces[first : first + most]):
             return first, size
+    # Otherwise wait: a later launch may complete a group. At the end each level has at most one incomplete group, so
+    # the last levels + 1 launches suffice to join these.
     if to_come > levels + 1:
         return None
     size = min(size, count)

@@ -6,7 +6,9 @@ activations of an LSTM's four gates take as long as one activation. A "bundle" i
 node in each lane: lane k holds node number k of a list. Every other value is the same in all lanes of the unit.
 
 A node is an operation of the cell's graph, named by its number. `quad_broadcast(x, n)` gives all four lanes the x of
-lane n; `simd_shuffle_xor(x, n)` gives each lane the x of lane (own ^ n), an exclusive or.
+lane n; `simd_shuffle_xor(x, n)` gives each lane the x of lane (own ^ n), an exclusive or. OPERATIONS: the Metal
+expression of each operation. CONDITIONS: the operations with bool results. COMMUTES: those whose operands may change
+places. COSTLY: those with many instructions. ALIKE: sets of those that one statement can compute together.
 """
 
 from collections.abc import Sequence
@@ -185,6 +187,8 @@ class Statements:
             if all(have[k] == of[k] for k in lanes):
                 return name
         first = of[lanes[0]]
+        # One node for all lanes: compute it everywhere. But if only one lane wants it, and it is computed from values
+        # that lanes hold, the code below computes it without sending these values to all lanes.
         if len({*of.values()}) == 1 and (len(lanes) > 1 or self.is_known(first) or self.home(first) is None):
             return self.everywhere(first)
         # If all lanes need the same operation, merge its operands, so that one statement computes it in all lanes.

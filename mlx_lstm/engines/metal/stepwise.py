@@ -73,10 +73,11 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     """
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays) if cell.recurrent else None, project(problem, arrays)
-    # before, reset_row: here only to say that the kernels have these inputs. Each launch gets its own.
+    # row: stands for the row of a step before the first one. before, reset_row: here only to say that the kernels have
+    # these inputs. Each launch gets its own.
     row = no_row(row_type(z.dtype))
     inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn", "inputs", "params"))
-    inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, H, P), "before": row, "reset_row": row}
+    inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, width=H, terms=P), "before": row, "reset_row": row}
     inputs["numbers"] = numbers_of(cell)
     if problem.packing is not None:
         inputs |= quantized_parts(arrays, z.dtype)
@@ -94,7 +95,9 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
             row = step(n, row)
     else:
         step, h = each_step(forward_kernel, problem, inputs | {"h_before": row}, rows), row
-        project_row = each_step(project_kernel, problem, inputs | {"sizes": sizes(problem, mask, P, H)}, projected)
+        project_row = each_step(
+            project_kernel, problem, inputs | {"sizes": sizes(problem, mask, width=P, terms=H)}, projected
+        )
         for n in range(T):
             row = step(n, row, h)
             h = project_row(n, row)
@@ -124,7 +127,9 @@ def normed_steps(problem: Problem, arrays: Arrays, inputs: Inputs, row: mx.array
         for n in range(T):
             row = step(n, row, product(n, row))
         return
-    project_row = each_step(project_kernel, problem, inputs | {"sizes": sizes(problem, mask, P, H)}, projected)
+    project_row = each_step(
+        project_kernel, problem, inputs | {"sizes": sizes(problem, mask, width=P, terms=H)}, projected
+    )
     for n in range(T):
         row = step(n, row, product(n, row, h))
         h = project_row(n, row)
@@ -138,14 +143,16 @@ def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents
 
     First the launches of the steps compute the gradients that pass from step to step (`sweep_backward`, with a norm
     `normed_backward`). The gradients of the weights follow: in few products if `is_plain` allows it, else as in the
-    other engines. operand: what the recurrent product multiplied with Wh at each step.
+    other engines. operand: what the recurrent product multiplied with Wh at each step (h_in). product: whether the
+    steps read q, a GRU's candidate's recurrent product, which is computed from it. m: what a projection multiplies,
+    whose gradient of Wp is one of the few products.
     """
     cell = problem.cell
     if saved.get("gates") is None and cell.reads_kept and not saved.get(ROWS):
         saved = forward(problem._replace(training=True), arrays)
     mask = whole_mask(problem, arrays) if cell.recurrent else None
     if isinstance(cell, PointwiseCell) and cell.norm is None:
-        results = sweep_backward(problem, arrays, saved, cotangents, mask, None, wants_m=False)
+        results = sweep_backward(problem, arrays, saved, cotangents, mask, q=None, wants_m=False)
         return own_gradients(problem, arrays, {name: saved[name] for name in saved if name != ROWS}, results)
     few, product = is_plain(problem, arrays), takes_product(cell)
     operand: Arrays = {}
@@ -182,7 +189,8 @@ def sweep_backward(
     - dh0 [B, D P], dc0 [B, D C H]: the gradients of h0 and c0, each if the call has this array
     - dw [B, D V H]: the gradients of the parameters, not yet summed over the batch
     - carry [T, B, D N H] in float32, if the call has `keep`: the carries of the N states that have one, before their
-      multiplication by keep
+      multiplication by keep. A carry is the gradient of a state without the part through the recurrent product; h has
+      none in a cell that reads h only in this product
     - dh [T, B, D P], with a projection: the gradient of h
     - m [D, T, B, H], with a projection and if `wants_m`: the vector that the projection multiplies with Wp
     - d_out [T, B, D 3H], for a GRU whose reset comes after the product: the gradient of the recurrent product
@@ -207,23 +215,30 @@ def sweep_backward(
     # that the kernel has these inputs: each launch gets its own.
     forward_rows = taken_rows(problem, saved)
     inputs |= {"rows": row, "row": step_number(0)} if forward_rows else {}
-    inputs |= {"weights": transposed(arrays["Wh"]) if cell.recurrent else None, "sizes": sizes(problem, mask, H, K)}
+    inputs |= {
+        "weights": transposed(arrays["Wh"]) if cell.recurrent else None,
+        "sizes": sizes(problem, mask, width=H, terms=K),
+    }
     # The kernel of dh computes P numbers per item, the one of the cell H units.
-    of_dh = inputs | {"sizes": sizes(problem, mask, P, K)}
+    of_dh = inputs | {"sizes": sizes(problem, mask, width=P, terms=K)}
     if cell.stops_c:
         inputs["numbers"] = numbers_of(cell)
     rows, dh_rows = rows_of(problem, projects)
     if resets_first:
         gates = {gate: arrays["Wh"][..., cell.block(gate, H), :] for gate in "rzn"}
         inputs["weights"] = of_dh["weights"] = transposed(mx.concatenate([gates["r"], gates["z"]], axis=-2))
-        of_reset = inputs | {"weights": transposed(gates["n"]), "sizes": sizes(problem, mask, H, H), "now_row": row}
+        of_reset = inputs | {
+            "weights": transposed(gates["n"]),
+            "sizes": sizes(problem, mask, width=H, terms=H),
+            "now_row": row,
+        }
         step = each_step(backward_kernel, problem, inputs)
         reset = each_step(gru_reset_backward_kernel, problem, of_reset, rows)
         for n in reversed(range(T)):
             row = reset(n, step(n, row))
     elif projects:
         # The product is dm = dh Wp here. The mask and the cotangents of h are already in dh.
-        of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P), "dh_now": row}
+        of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, width=H, terms=P), "dh_now": row}
         of_m |= dict.fromkeys(("mask", "dh", "dhT"))
         dh = each_step(dh_kernel, problem, of_dh | {"unclipped": unclipped(problem, arrays, saved)}, dh_rows)
         step = each_step(backward_kernel, problem, inputs | of_m, rows)
@@ -264,7 +279,8 @@ def normed_backward(
     row, K = no_row(row_type(arrays["Wh"].dtype)), cell.gates * H
     numbers = norms.numbers_before_sweep(problem, arrays, saved, h_in)
     inputs = options(problem, arrays, ("peephole", "inputs", "params")) | norms.inputs_of(problem, arrays)
-    # The states that the cell's backward step reads; a built-in cell that reads h has no c.
+    # The states that the cell's backward step reads; a built-in cell that reads h has no c. The kernels of a cell that
+    # does not read h need no h0, either: `numbers` were computed from h_in, which contains it.
     own = isinstance(cell, PointwiseCell)
     states = ("h", "c") if own and cell.reads_h else ("h",) if cell.reads_h else ("c",)
     if not cell.reads_h:
@@ -274,9 +290,10 @@ def normed_backward(
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
     inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" and cell.kept else None
     inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
-    inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, P, K)}
-    # The kernel of dh computes P numbers per item, the one of the cell H units.
-    of_cell = inputs | {"sizes": sizes(problem, mask, H, K), "dh_now": row}
+    inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, width=P, terms=K)}
+    # The kernel of dh computes P numbers per item, the one of the cell H units. dh_now: the row of this dh (or dm), for
+    # which `row` stands here. numbers: the limit of a clip of c that stops gradients.
+    of_cell = inputs | {"sizes": sizes(problem, mask, width=H, terms=K), "dh_now": row}
     if cell.stops_c:
         of_cell["numbers"] = numbers_of(cell)
     rows, dh_rows = rows_of(problem, projects)
@@ -284,7 +301,7 @@ def normed_backward(
     dh = each_step(norm_dh_kernel, problem, inputs | {"unclipped": unchanged}, dh_rows if projects else None)
     step = each_step(norm_own_backward_kernel if own else norm_backward_kernel, problem, of_cell, rows)
     if projects:
-        of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P)}
+        of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, width=H, terms=P)}
         dm = each_step(norm_dm_kernel, problem, of_cell | of_m)
     for n in reversed(range(T)):
         now = dh(n, row)
@@ -378,12 +395,12 @@ def quantized_parts(arrays: Arrays, dtype: mx.Dtype) -> Inputs:
     return parts
 
 
-def sizes(problem: Problem, mask: mx.array | None, width: int, K: int) -> mx.array:
+def sizes(problem: Problem, mask: mx.array | None, *, width: int, terms: int) -> mx.array:
     """Return the array of sizes that a launch reads; metal/stepwise.metal lists them. width: the units or numbers of
-    h that the launch computes. K: the terms of each sum of its product. The array has fewer than 8 elements, so that
-    MLX binds it in constant memory."""
+    h that the launch computes. terms: how many each sum of its product has. The array has fewer than 8 elements, so
+    that MLX binds it in constant memory."""
     differ = mask is not None and mask.shape[0] > 1
-    return constant((problem.T, problem.B, width, K, problem.directions, problem.reverse, differ), mx.int32)
+    return constant((problem.T, problem.B, width, terms, problem.directions, problem.reverse, differ), mx.int32)
 
 
 def no_row(dtype: mx.Dtype) -> mx.array:
@@ -407,7 +424,8 @@ def transposed(weights: mx.array) -> mx.array | None:
 # --- Sizes ---
 
 UNITS = {1: 32, 2: 16}
-"""How many hidden units a threadgroup computes in the forward pass, by the number of gates. For more gates it is 8."""
+"""How many hidden units a threadgroup computes in the forward pass, by the number of gates. For more gates it is 8, so
+that the product of a built-in cell has 24 or 32 columns."""
 
 SLICES = {8: 4, 16: 2}
 """How many simdgroups share the work on eight columns of the product in tiles, by the number of columns of a
@@ -484,7 +502,7 @@ def index_bits(problem: Problem) -> int:
     # (a row) holds the unit's gates, h before a projection, and c in float32. In a row of 16-bit elements c takes two
     # elements, so these are gates + 1 + 2.
     width, cell, blocks = max(problem.H, problem.P), problem.cell, problem.cell.gates + 3
-    if isinstance(cell, PointwiseCell):  # a row also holds further states, inputs and parameters, and their gradients
+    if isinstance(cell, PointwiseCell):  # at most so many more: states, inputs and parameters, and their gradients
         blocks += 2 * cell.gates + 4 * cell.graph.states + 2 * cell.graph.params + cell.graph.inputs + cell.kept
     largest = problem.directions * blocks * width * max(problem.T * problem.B, width)
     return 32 if largest < problem.limits.index else 64
@@ -569,9 +587,9 @@ class StepKernel:
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
-        # slices: how many simdgroups share eight columns of 8 x 8 matrices, each computing a part of the sum. The
-        # threads are as many as the constant THREADS of the shaders' products says. 32 of them compute eight columns
-        # with 8 x 8 matrices: 4 per column.
+        # slices: how many simdgroups share eight columns of 8 x 8 matrices, each computing a part of the sum; see
+        # SLICES. The threads are as many as the constant THREADS of the shaders' products says: 64 or 256 if lanes
+        # multiply; with 8 x 8 matrices 32 for eight columns, 4 per column.
         slices = 1 if lanes or quantized else SLICES.get(columns, 1)
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
@@ -617,9 +635,9 @@ class StepKernel:
         outputs: Outputs = {"after": ((self.output[0],), self.output[1])}
         if joined:
             outputs["joined"] = (joined,), self.output[1]
-        inputs = self.inputs | dict.fromkeys(pieces, True)
+        inputs = self.inputs | dict.fromkeys(pieces, True)  # True: a launch has them all
         groups = self.groups[0] + more_groups, *self.groups[1:]
-        index, name = index_type(self.problem), named(name, self.problem)
+        index, name = index_type(self.problem), named(name, self.problem)  # `named`: "__64" for 64-bit indices
         source = Source(name, self.files, body, index, self.own)
         return prepare(source, self.template, inputs, outputs, groups, self.threads)
 
@@ -632,9 +650,11 @@ class StepKernel:
         return self.joins[steps]
 
     def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Build what `joining` returns. more: how many threadgroups copy, at 8 elements per thread, from 1 to 64.
-        The kernel always has `self.most` inputs for pieces, so that one kernel serves for all numbers of copied
-        arrays."""
+        """Build what `joining` returns. more: how many threadgroups copy, from 1 to 64. first: the number of the first
+        of them, their threads, and all threads that copy. The kernel always has `self.most` inputs for pieces, so that
+        one kernel serves for all numbers of copied arrays. Its body declares the arrays (`self.arrays`) and calls the
+        shader of the step (`self.call`), or in the threadgroups behind those of the step copies. X: the type of a row's
+        elements."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))  # threadgroups that copy: 8 elements per thread
         pieces = tuple(f"p{n}" for n in range(self.most))
@@ -746,25 +766,16 @@ def each_step(make: KernelMaker, problem: Problem, inputs: Inputs, rows: Rows | 
 @cached
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the kernel of a forward step. metal/stepwise_forward.metal describes its inputs and the row that it
-    writes: c, h and, if the backward pass or the caller needs them, the gates. present: the names of the arrays that
-    are there."""
+    writes: c, h and, if the backward pass or the caller needs them, the gates."""
     H, cell, (rows, columns, units) = problem.H, problem.cell, forward_tile(problem)
     saves = problem.training or problem.return_gates
     length = row_length(problem, H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_forward",
-            "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn inputs params mask keep lengths sizes "
-            "numbers",
-            saves=saves,
-        ),
-        tile=(rows, columns),
-        units=(H, units),
-        output=(length, row_type(dtype)),
+    fields = (
+        "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn inputs params mask keep lengths sizes numbers"
     )
+    shader = StepShader("stepwise_forward", fields, saves=saves)
+    output = (length, row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=(rows, columns), units=(H, units), output=output)
 
 
 @cached
@@ -772,15 +783,11 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
     """Return the first kernel of a step of a GRU whose reset comes before the product. It writes a row [3, B, D H]
     with r * mask * h_before, r and z. The product has the columns of two gates, r and z: 32 for 16 units. The shader
     is in metal/stepwise_gru.metal."""
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader("stepwise_gru_reset", "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"),
-        tile=(stepwise_rows(problem.B, problem.cut), 32),
-        units=(problem.H, 16),
-        output=(row_length(problem, problem.H, blocks=3, floats=0, dtype=dtype), dtype),
-    )
+    fields = "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"
+    shader = StepShader("stepwise_gru_reset", fields)
+    output = (row_length(problem, problem.H, blocks=3, floats=0, dtype=dtype), dtype)
+    tile = stepwise_rows(problem.B, problem.cut), 32
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, 16), output=output)
 
 
 @cached
@@ -790,19 +797,11 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     new h, and writes a row with h and, if the backward pass or the caller needs them, the three gates. The shader is
     in metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_gru_candidate",
-            "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes",
-            saves=saves,
-        ),
-        tile=(stepwise_rows(problem.B, problem.cut), 32),
-        units=(problem.H, 32),
-        output=(row_length(problem, problem.H, blocks=4 if saves else 1, floats=0, dtype=dtype), row_type(dtype)),
-    )
+    fields = "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes"
+    shader = StepShader("stepwise_gru_candidate", fields, saves=saves)
+    output = (row_length(problem, problem.H, blocks=4 if saves else 1, floats=0, dtype=dtype), row_type(dtype))
+    tile = stepwise_rows(problem.B, problem.cut), 32
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, 32), output=output)
 
 
 @cached
@@ -831,27 +830,24 @@ def product_kernel(
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the kernel of a backward step, which writes a row with the gradients of this step.
     metal/stepwise_backward.metal describes its inputs and the row. present: the names of the arrays that are there.
-    A threadgroup computes a tile of the product: some batch items, and one column per unit."""
+    Among them: dh_now, the row with the gradient of a projected h; rows and row, the array and the number in it of the
+    forward pass's row with the gates; weights, the transposed Wh or Wp; q, a GRU's candidate's product. A threadgroup
+    computes a tile of the product: some batch items, and one column per unit."""
     tile = tile_of(problem, problem.H)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_backward",
-            "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths dh dc "
-            "dgates dhT dcT sizes numbers",
-        ),
-        tile=tile,
-        units=(problem.H, tile[1]),
-        output=(backward_length(problem, present, dtype), row_type(dtype)),
+    fields = (
+        "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths "
+        "dh dc dgates dhT dcT sizes numbers"
     )
+    shader = StepShader("stepwise_backward", fields)
+    output = (backward_length(problem, present, dtype), row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, tile[1]), output=output)
 
 
 def backward_length(problem: Problem, present: Collection[str], dtype: mx.Dtype) -> int:
     """Return the number of elements of the row that a backward step writes. present: the names of the arrays that
-    are there; with `keep` the row has the carries a second time, before their multiplication by keep. summed: the
-    parameters whose gradients the steps sum up."""
+    are there. floats: a carry for each state besides h, and for h if a step reads it outside of the recurrent product;
+    with `keep` a second time, before their multiplication by keep; and the gradients of the parameters (`summed`),
+    which the steps sum up."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     return row_length(problem, problem.H, blocks=cell.gradients + cell.inputs, floats=floats, dtype=dtype)
@@ -866,15 +862,10 @@ def gru_reset_backward_kernel(
     of h. It reads the row that the first kernel (`backward_kernel`) wrote, and writes a copy that includes both
     gradients. The shader is in metal/stepwise_gru.metal."""
     tile = tile_of(problem, problem.H)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader("stepwise_gru_reset_backward", "step now_row weights gates h h0 mask keep lengths sizes"),
-        tile=tile,
-        units=(problem.H, tile[1]),
-        output=(backward_length(problem, present, dtype), row_type(dtype)),
-    )
+    fields = "step now_row weights gates h h0 mask keep lengths sizes"
+    shader = StepShader("stepwise_gru_reset_backward", fields)
+    output = (backward_length(problem, present, dtype), row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, tile[1]), output=output)
 
 
 DH_INPUTS = "step before weights gates mask keep lengths dh dhT unclipped sizes"
@@ -908,15 +899,10 @@ def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
     own. The shader is in metal/stepwise_norm.metal."""
     width = problem.cell.gates * problem.H
     tile = tile_of(problem, width)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader("stepwise_norm_product", "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"),
-        tile=tile,
-        units=(width, tile[1]),
-        output=(row_length(problem, width, blocks=0, floats=1, dtype=dtype), row_type(dtype)),
-    )
+    fields = "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"
+    shader = StepShader("stepwise_norm_product", fields)
+    output = (row_length(problem, width, blocks=0, floats=1, dtype=dtype), row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
 
 
 @cached
@@ -926,20 +912,12 @@ def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
     has all units of one batch item, so there is one along the units: units=(1, 1)."""
     cell, saves = problem.cell, problem.training or problem.return_gates
     length = row_length(problem, problem.H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_norm_forward",
-            "step before product z h0 c0 peephole bhn inputs params keep lengths sizes numbers "
-            + " ".join(norms.READ["forward"]),
-            saves=saves,
-        ),
-        tile=item_tile(cell),
-        units=(1, 1),
-        output=(length, row_type(dtype)),
+    fields = "step before product z h0 c0 peephole bhn inputs params keep lengths sizes numbers " + " ".join(
+        norms.READ["forward"]
     )
+    shader = StepShader("stepwise_norm_forward", fields, saves=saves)
+    output = (length, row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=item_tile(cell), units=(1, 1), output=output)
 
 
 @cached
@@ -967,57 +945,47 @@ def dh_of_norm(name: str, problem: Problem, dtype: mx.Dtype, present: tuple[str,
 
 @cached
 def norm_dm_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel between the two of a backward step, for a cell with a norm and a projection. It multiplies
-    dh_t, the gradient of a projected h, with Wp, and writes a row with the product [B, D H]: the gradient of m."""
+    """Return the kernel between the two of a backward step, for a cell with a norm and a projection h = m Wp^T. It
+    multiplies the gradient of this step's h with Wp, and writes a row with the product [B, D H]: the gradient of m."""
     shader = StepShader("stepwise_norm_dm", "step dh_now weights sizes", cell=False)
     return product_kernel(problem, dtype, present, shader, problem.H, row_type(dtype))
 
 
 @cached
 def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the last kernel of a backward step of a built-in cell with a norm. It writes a row with the gradients
-    of this step, which metal/stepwise_norm.metal describes: `floats` carries per unit, and `blocks` numbers in the
-    dtype of the call. present: the names of the arrays that are there."""
+    """Return the last kernel of a backward step of a built-in cell with a norm. It writes a row with the gradients of
+    this step: `floats` carries per unit, and `blocks` numbers in the dtype of the call. These are, per gate, the
+    gradient of the recurrent product, if that is normalised, and of the preactivation; and that of the result of a norm
+    of c."""
     cell = problem.cell
     blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1)
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_norm_backward",
-            "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
-            "norm_scale norm_c norm_y norm_r norm_c_y",
-        ),
-        tile=item_tile(cell),
-        units=(1, 1),
-        output=(row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype)),
+    fields = (
+        "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
+        "norm_scale norm_c norm_y norm_r norm_c_y"
     )
+    shader = StepShader("stepwise_norm_backward", fields)
+    output = (row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=item_tile(cell), units=(1, 1), output=output)
 
 
 @cached
 def norm_own_backward_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool
 ) -> StepKernel:
-    """Return the last kernel of a backward step of a cell written by the user, with a norm.
-    metal/stepwise_norm_own.metal describes the row that it writes. present: the names of the arrays that are there."""
+    """Return the last kernel of a backward step of a cell written by the user, with a norm. It writes a row: as floats
+    the carries (`backward_length`) and the gradients of the parameters; then those of the products, of the inputs and
+    of the preactivations. present: the names of the arrays that are there. rows, row: the array and the number in it of
+    the forward pass's row with the saved values; q is absent."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     blocks = cell.gates + cell.inputs + cell.gradients
-    return StepKernel(
-        problem,
-        dtype,
-        present,
-        StepShader(
-            "stepwise_norm_own_backward",
-            "step before dh_now rows row gates h c h0 c0 q inputs params keep lengths dc dcT sizes "
-            "norm_scale norm_y norm_r",
-        ),
-        tile=item_tile(cell),
-        units=(1, 1),
-        output=(row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype)),
+    fields = (
+        "step before dh_now rows row gates h c h0 c0 q inputs params keep lengths dc dcT sizes norm_scale norm_y norm_r"
     )
+    shader = StepShader("stepwise_norm_own_backward", fields)
+    output = (row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype))
+    return StepKernel(problem, dtype, present, shader, tile=item_tile(cell), units=(1, 1), output=output)
 
 
 # --- The launch after all steps ---
@@ -1055,6 +1023,7 @@ def after_sweep(
     left: list[mx.array] = []
     for rows, _ in kinds:
         left += rows.pieces
+    # The last piece is the row of the last launch, which no launch has joined: its size is that of one row.
     layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
     present = without_absent(inputs)
     sequences = make(problem, problem.dtype, tuple(present), layout, names)
@@ -1080,6 +1049,7 @@ def prepare_sequences(
     None.
     """
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
+    # For each kind: the size of a row, H or P, and the index of its first row. X: the type of a row's elements.
     numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
     sizes = {"starts": mx.array(starts, mx.int32), "kinds": mx.array(numbers, mx.int32)}
     pieces = [f"piece{n}" for n in range(LEFT)]
@@ -1142,11 +1112,13 @@ def gradients_launch(
     - dc0, the gradient of the initial state c0
     - du and dw, the gradients of the inputs and of the parameters of a user's cell
     - d_out, the gradient of a GRU's recurrent products: dz, but the candidate's part times the gate r
-    - carry, the gradients of the states before each step, without the parts through the recurrent product
+    - carry, the gradients of the states before each step, without the parts through the recurrent product: a block for
+      each state besides h, and for h if a step reads it outside of the product
     - m, the vector that a projection multiplies with Wp, which this launch computes from the gates and c
     """
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     carries = cell.carried + cell.passes_h
+    # dc0: in a user's cell float32 until `gradients_after` casts all gradients, as on the engine `fused`.
     shapes = {
         "dz": ((T, B, D * cell.gradients * H), dtype),
         "du": ((T, B, D * cell.inputs * H), dtype),
@@ -1197,6 +1169,10 @@ def norm_gradients_launch(
     - d_norm_c, with a norm of c: the gradient of its result
     - dh, with a projection: the gradient of h
     - dc0, carry, du and dw, if `names` contains them, as `gradients_launch` does
+
+    Letters: G gates, C states besides h, U inputs, V parameters, M gradients of preactivations. A row has first
+    `floats` floats per unit (carries, and gradients of parameters), then the G gradients of the products, where a cell
+    without a norm has dz. So the shader of such a cell copies them.
     """
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     products, states, G, keep = norms.of_product(cell), norms.of_state(cell), cell.gates, "carry" in names
@@ -1218,8 +1194,6 @@ def norm_gradients_launch(
     fields = fields_of((*inputs, "starts", "kinds", *outputs), {*read, *written, "starts", "kinds"})
     fields |= dict.fromkeys(("gates", "d_out"), "absent")
     first, floats = ("d_product" if products else "dz"), carries * (1 + keep) + V
-    # Letters: G gates, C states besides h, U inputs, V parameters, M gradients of preactivations. Behind the floats a
-    # row has first the G gradients of the products, where a cell without a norm has dz. So the same shader copies them.
     body = struct_of(fields | {"dz": first})
     end = "thread_position_in_grid);\n"
     body += f"stepwise_gradients<{G}, 0, 0, {U}, {C}, {int(cell.passes_h)}, {V}, S>(rows, kinds, a, {end}"

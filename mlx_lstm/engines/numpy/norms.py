@@ -19,8 +19,9 @@ u), so only u, the vector that W multiplies, is multiplied by r. `Factor` comput
 the product; `ProductNorm` is the backward pass of this way.
 
 Mostly the functions write into memory that was allocated before: an argument or a last argument `out` of a NumPy
-function is where the result goes. A mean is a product with `row`, a row of equal numbers, because BLAS is faster than
-NumPy. `centred`: the means are 0 already, because they were subtracted from the weights.
+function is where the result goes. A batch is wide from WIDE_BATCH (16) items on. A mean is a product with `row`, a row
+of equal numbers, because BLAS is faster than NumPy. `centred`: the means are 0 already, because they were subtracted
+from the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,12 +43,12 @@ def norm_options(problem: Problem) -> NormOptions:
 
 
 class Tiles:
-    """Repeats a row [1, B], so that NumPy combines it with a contiguous array [n, B] in fewer and longer loops: the
-    array is viewed as [n / 8, 8 B]."""
+    """Repeats a row [1, B] 8 times, so that NumPy combines it with a contiguous array [n, B] in fewer and longer loops:
+    the array is viewed as [n / 8, 8 B]."""
 
     def __init__(self, n: int, B: int, dtype: np.dtype):
-        """Allocate the memory of the repeated row."""
-        times = 8 if n % 8 == 0 else 1  # how often the row is repeated
+        """Allocate the memory of the repeated row, for an array [n, B]: a longer row means fewer loops of NumPy."""
+        times = 8 if n % 8 == 0 else 1  # if n cannot be divided, the row is not repeated
         self.shape: tuple[int, int] = (n // times, times * B)
         self.wide: Array = np.empty((1, times * B), dtype)
         self.rows: Array = self.wide.reshape(times, B)  # a view of the same memory
@@ -76,7 +77,8 @@ class Normalisation:
         shift: Array | None,
         centred: bool = False,
     ):
-        """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0."""
+        """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0. centred: whether the
+        arrays have a mean of 0 in each block already."""
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
         self.centred: bool = centred
@@ -89,7 +91,7 @@ class Normalisation:
         # Both are repeated to [n, B], so that no step needs a broadcast.
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
         self.shift: Array | None = None if shift is None else np.repeat(shift[:, None], B, axis=1)
-        # Memory for means, and for r where nobody reads it later (`spread`).
+        # Memory for means, and for r of a call without memory for y and r, as in a forward pass without training.
         self.mean, self.other_mean, self.spread = (np.empty((blocks, 1, B), dtype) for _ in range(3))
         self.scratch: Array = np.empty((n, B), dtype)
         self.tiles: Tiles = Tiles(n, B, dtype)  # only `OneBlock` uses it
@@ -131,7 +133,8 @@ class Normalisation:
         gradient of the result. y [n, B], r [blocks, 1, B]: what `normalise` made of a. `out` is another array than d
         and y. Call `sum_gradients` once before, which makes dscale, dshift (None if nobody wants them) and `scaled`.
 
-        The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block.
+        The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block. If `centred`, the
+        term mean(d scale) is left out: `centre_gradients` removes it from all gradients at the end.
         """
         # self.scratch holds d y first, then the part that is subtracted: y mean(d scale y) + mean(d scale). A product
         # with self.scaled_row is the mean of an array times the scale.
@@ -169,7 +172,8 @@ class Normalisation:
 
 
 class OneColumn(Normalisation):
-    """The layer normalisation of arrays [n, 1] in one block. Vector operations such as np.dot then take less time."""
+    """The layer normalisation of arrays [n, 1] in one block. Vector operations such as np.dot then take less time. If
+    `centred`, no mean is subtracted, as in the base class."""
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, 1] the array a with mean 0 and variance 1, and the factor to r [1, 1, 1]. y may be a
@@ -194,15 +198,16 @@ class OneColumn(Normalisation):
         if self.dshift is not None:
             self.dshift += d
         np.multiply(y, mean, scratch)
-        if not self.centred:
-            np.add(scratch, dot(row, d[:, 0]), scratch)  # the mean of d scale
+        if not self.centred:  # else `centre_gradients` removes this term from all gradients at the end
+            np.add(scratch, dot(row, d[:, 0]), scratch)  # mean(d scale)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(self.scratch, r.item(), out)
 
 
 class OneBlock(Normalisation):
-    """The layer normalisation of contiguous arrays [n, B] in one block, in less time."""
+    """The layer normalisation of contiguous arrays [n, B] in one block, in less time. If `centred`, no mean is
+    subtracted, as in the base class. `wide_scratch` is the scratch memory, viewed as [n / 8, 8 B] (`Tiles`)."""
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, B] the array a with mean 0 and variance 1, and the factors to r [1, 1, B]. y may be a
@@ -229,7 +234,8 @@ class OneBlock(Normalisation):
         result. Add the terms of the gradients of scale and shift."""
         # self.scratch [n, B] is first d y, then the part that is subtracted, y mean(d scale y) + mean(d scale).
         # `scratch` is the same memory, viewed as [n / 8, 8 B]; `tiles` repeats a row [1, B] to this width. A product
-        # with `row` is the mean of an array times the scale.
+        # with `row` is the mean of an array times the scale. If `centred`, `centre_gradients` removes mean(d scale)
+        # from all gradients at the end.
         tiles, scratch, row = self.tiles, self.wide_scratch, self.scaled_row.reshape(1, -1)
         dy = np.multiply(d, y, self.scratch)
         dot(row, dy, out=self.mean[0])  # mean(d scale y)
@@ -328,8 +334,8 @@ def centres(problem: Problem, v: Views) -> bool:
 
 def with_centred_weights(problem: Problem, v: Views, by_factors: bool = False) -> Views:
     """Return the arrays that the forward pass and the backward pass read. If `centres` says so, their weights have a
-    mean of 0 over the rows of each block, so that the products have, too. by_factors: whether the norms are computed by
-    the class `NormByFactors`, which needs such weights."""
+    mean of 0 over the rows of each block, so that the products have, too (CENTRED: the names of these weights).
+    by_factors: whether the norms are computed by the class `NormByFactors`, which needs such weights."""
     norm = norm_options(problem)
     if norm.of is None or not (by_factors or centres(problem, v)):
         return v
@@ -354,8 +360,9 @@ def kept_rows(problem: Problem, v: Views) -> int:
     if norm.of is None:
         return 0
     # The factors need a square matrix as wide as h. Its product costs at most half of the recurrent product, and its
-    # computation pays for enough rows (steps x batch), but not for each segment of a call with lengths. A call of one
-    # step returns its weight gradients in another form. In float64 the matrix would be less precise than the product.
+    # computation pays for FACTOR_ROWS = 4 rows (steps x batch) per column, but not for each segment of a call with
+    # lengths. A call of one step returns each weight gradient as two factors, which `ProductNorm` does not compute. In
+    # float64 the matrix would be less precise than the product.
     pays = rows >= 2 * P and FACTOR_ROWS * P <= T * B and T > 1
     pays = pays and v["x"].dtype in FACTOR_TYPES and "lengths" not in v
     # In the way by factors the norm's shift becomes a part of the bias, which belongs to the input's part of a
@@ -450,7 +457,7 @@ class InputNormOfSteps:
             x = self.x[block * steps : (block + 1) * steps]
             self.products(x, self.ahead[: len(x)])
             self.block = block
-        y = self.ahead[n]
+        y = self.ahead[n]  # the product, which becomes the normalised one in place
         self.norm.normalise(y, y, self.r)
         self.norm.before(self.d, y, self.r, out)
 
@@ -464,7 +471,8 @@ class InputNormOfSteps:
 
 def input_norm_of(problem: Problem, v: Views) -> "InputNormOfSteps | InputNorm | None":
     """Return the layer normalisation of the input's product, or None if it is not normalised by itself. v: the arrays
-    of the call, from `with_centred_weights`."""
+    of the call, from `with_centred_weights`. For a wide batch each step computes the norm, because its arrays are large
+    enough; otherwise it is computed for many steps at once."""
     if norm_options(problem).of != "products":
         return None
     return InputNormOfSteps(problem, v) if problem.B >= WIDE_BATCH else InputNorm(problem, v)
@@ -595,7 +603,8 @@ class Factor:
         np.reciprocal(variance, variance)
 
     def of_rows(self, x: Array) -> Array:
-        """Return r [T, B] for each x [T, B, K]."""
+        """Return r [T, B], the factor of the norm, for each x [T, B, K]. The variance is |R x|^2: `__init__` has
+        divided R by sqrt(n)."""
         a = x.reshape(-1, x.shape[2]) @ self.R.T
         r = np.einsum("nk,nk->n", a, a)
         self.finish(r)
@@ -619,7 +628,7 @@ class NormByFactors:
         if "norm_scale" in v:
             arrays["Wh"] = v["Wh"] * v["norm_scale"][:, None]
         if rows == 2:
-            arrays = with_shift(None, problem.H, arrays, "norm_input_shift")  # None: the shift of the input's product
+            arrays = with_shift(cell=None, H=problem.H, v=arrays, name="norm_input_shift")
             r = Factor(v["Wx"], eps).of_rows(v["x"])
             arrays["x"] = v["x"] * r[:, :, None]
             if "norm_input_scale" in v:
@@ -666,7 +675,8 @@ class ProductNorm:
     """
 
     def __init__(self, W: Array, scale: Array | None):
-        """Prepare the products. W [GH, K]: the weights. scale [GH], or None for 1."""
+        """Prepare the products. W [GH, K]: the weights. scale [GH], or None for 1. The letters E, d, r, u and c are
+        those of the formulas of the class."""
         self.W: Array = W
         self.scale: Array | None = scale
         self.scaled: Array = W if scale is None else W * scale[:, None]  # E = scaled^T d
@@ -679,33 +689,37 @@ class ProductNorm:
         self.S: Array = np.zeros_like(self.square)
 
     def through(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Turn E = W^T D [K, N] into the gradient of u [K, N], r E - c (W^T W u), in place, and write c [1, N].
-        square_u [K, N]: W^T W u. r [1, N]. scratch [K, N]: memory that is overwritten."""
-        np.matmul(self.row, np.multiply(u, E, scratch), out=c)  # m / r, because m = r (u E) / GH
+        """Turn E = W^T D [K, N] into the gradient of u [K, N], r E - c (W^T W u), in place, and write c [1, N]. D is
+        the gradient of the norm's result times its scale, and c = r^2 m with m = r (u E) / GH, as in the formulas of
+        the class. square_u [K, N]: W^T W u. r [1, N]. scratch [K, N]: memory that is overwritten."""
+        np.matmul(self.row, np.multiply(u, E, scratch), out=c)  # m / r
         np.multiply(E, r, E)
         c *= r * r * r  # c = r^2 m
         np.subtract(E, np.multiply(square_u, c, scratch), E)
 
     def through_column(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Do the same as `through` for one column, N = 1, in less time: turn E = W^T D [K, 1] into the gradient of u,
-        in place, and write c [1, 1], the factor r^2 m."""
+        """Do the same as `through` for one column, N = 1, in less time: turn E = W^T D [K, 1] into the gradient of u, r
+        E
+        - c (W^T W u), in place, and write c [1, 1] = r^3 (u E) / GH. square_u [K, 1]: W^T W u. r [1, 1]. scratch [K,
+          1]: memory that is overwritten."""
         u, E, scratch, factor = u[:, 0], E[:, 0], scratch[:, 0], r.item()
         c[0, 0] = times = factor**3 / len(self.W) * float(dot(u, E))
         np.multiply(E, factor, E)
         np.subtract(E, np.multiply(square_u[:, 0], times, scratch), E)
 
     def add(self, d: Array, u: Array, r: Array, c: Array) -> None:
-        """Add the terms of some columns to the sums A and S, from which the gradients of W and of the scale are
-        computed. d [GH, N]: the gradient of the norm's result. u [N, K]: what W multiplied. r, c [N, 1]: as in
-        `through`."""
+        """Add the terms of some columns to the sums A = d (r u)^T and S = (c u) u^T, from which the gradients of W and
+        of the scale are computed. d [GH, N]: the gradient of the norm's result. u [N, K]: what W multiplied. r, c [N,
+        1]: as in `through`."""
         self.A += d @ (u * r)
         self.S += (u * c).T @ u
 
     def add_gradients(self, products: WeightGradients, weights: str, scale: str) -> None:
-        """Add the gradients of W and of the scale to those of the call. weights, scale: their names in the call."""
+        """Add the gradients of W and of the scale to those of the call. weights, scale: their names in the call. A and
+        S are the sums that `add` has computed."""
         if scale in products.out:
             products.add(scale, np.einsum("rk,rk->r", self.A, self.W))  # the sum of A W over K
-        if weights in products.out:
+        if weights in products.out:  # dW = scale A - W S
             scaled = self.A if self.scale is None else self.A * self.scale[:, None]
             products.add(weights, scaled - self.W @ self.S)
 
@@ -761,7 +775,8 @@ class RecurrentNorm:
 
     def through_columns(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
         """Do the same as `ProductNorm.through`, for contiguous arrays in less time: turn E into r E - c square_u, in
-        place, and write c. All arrays [P, B] are viewed as [P / 8, 8 B]; `tiles` repeats a row [1, B] to this width."""
+        place, and write c = r^3 (u E) / GH [1, B]. All arrays [P, B] are viewed as [P / 8, 8 B]; `tiles` repeats a row
+        [1, B] to this width."""
         tiles, shape = self.tiles, self.tiles.shape
         np.matmul(self.norm.row, np.multiply(u, E, scratch), out=c)  # (u E) / GH, summed over P
         wide = E.reshape(shape)
@@ -867,7 +882,7 @@ class NormBackward:
         if self.of_input is not None:  # go through the norm of the input's product, too
             of_input = self.of_input
             np.copyto(of_input.d, self.d)
-            for rows, dx in self.other:
+            for rows, dx in self.other:  # the gates whose input's part has another gradient than the recurrent part
                 of_input.d[rows] = dx
             of_input.back(columns.start // self.d.shape[1], self.dz[:, columns])  # the number of the step in the chunk
         elif self.dz is not self.dp:
@@ -878,6 +893,8 @@ class NormBackward:
     def add_gradients(self, products: WeightGradients) -> None:
         """Add the gradients of scale and shift, summed over the batch, to those of the call."""
         self.norm.add_gradients(products, "norm_scale", "norm_shift")
+        # With a norm of the input's product in each step, `dz` has the gradients of that product, and not those of
+        # which the sum is the gradient of bhn. Otherwise `StepBackward.end_chunk` sums `dz` for it.
         if self.of_input is not None:
             self.of_input.add_gradients(products)
             if self.norm.dshift is not None and "bhn" in products.out:

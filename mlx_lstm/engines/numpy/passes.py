@@ -24,15 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
-from .norms import (
-    InputNorm,
-    InputProductNorm,
-    NormBackward,
-    NormOfC,
-    RecurrentNorm,
-    by_factors,
-    with_centred_weights,
-)
+from .norms import InputNorm, InputProductNorm, NormBackward, NormOfC, RecurrentNorm, by_factors, with_centred_weights
 from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
 from .steps import Step, StepBackward, steps_of
 
@@ -57,7 +49,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]
     if step.by_factors:  # a norm that is a factor on h: `enter` computes and saves it
         norms = None
-    if "c" in out:
+    if "c" in out:  # [T, carried H, B]: the states besides h, one block of H rows each
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
     else:  # an empty c, so that the loop below serves every cell
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
@@ -126,14 +118,7 @@ class BackwardSweep:
     outputs h and c at that step. P is the width of h; dc has no rows for a cell without c.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        products: WeightGradients,
-        v: Views,
-        saved: Views,
-        dv: Views,
-    ):
+    def __init__(self, problem: Problem, products: WeightGradients, v: Views, saved: Views, dv: Views):
         """Prepare the backward pass of one direction. products: an object that sums the weight gradients; its `out` is
         the memory of all gradients. v: the arrays of the call by name. saved: the outputs h, c, gates and norms of the
         forward pass. dv: the cotangents of some outputs by name."""
@@ -149,8 +134,8 @@ class BackwardSweep:
         self.products: WeightGradients = products
         self.out: Views = products.out
         has_c = "c" in saved
-        # c_at(t): c after step t, [H, B]. c0: the c before the first step. dh, dc: at first the cotangents of hT and
-        # cT.
+        # c_at(t): c after step t, [carried H, B]: the states besides h, one block of H rows each. c0: the c before the
+        # first step. dh, dc: at first the cotangents of hT and cT.
         self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
         self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
@@ -290,9 +275,8 @@ class BackwardSweep:
         self.dc *= keep
 
     def h_before(self, start: int, stop: int) -> Array:
-        """Return h before each of the steps from `start` to `stop`, [steps, B, P]. The option `keep` (a factor on
-        the state before a step) is not applied yet. The result is a view of the saved h, or a copy if it contains
-        the first state."""
+        """Return h before each of the steps from `start` to `stop`, [steps, B, P]. `keep` is not applied yet. The
+        result is a view of the saved h, or a copy if it contains the first state."""
         problem, states, first = self.problem, self.h, self.v.get("h0", 0)
         if problem.T == 1 and "h0" in self.v:
             return self.v["h0"][None]
@@ -316,7 +300,7 @@ class BackwardSweep:
         return rows
 
     def c_before(self, t: int) -> Array:
-        """Return c [H, B] before step t. The option `keep` (a factor on the state before a step) is not applied yet."""
+        """Return c [H, B] before step t. `keep` is not applied yet."""
         problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
         if not 0 <= last < problem.T:
             return self.c0

@@ -139,7 +139,8 @@ def in_blocks(weights: Array, B: int, streamed: bool = False) -> Array:
       with a pause after each step would otherwise keep the other threads of BLAS spinning all the time.
     - A contiguous matrix for a narrow batch, so that BLAS need not copy it at every step.
     """
-    # numbers: the multiplications of the product. largest: the most that one block's product may have.
+    # numbers: the multiplications of the product. largest: the most that one block's product may have. OpenBLAS uses
+    # all threads above QUIET_NUMBERS, and copies both matrices above UNPACKED_NUMBERS.
     numbers, largest = weights.size * B, QUIET_NUMBERS if streamed else UNPACKED_NUMBERS
     divides = numbers <= THREADED_NUMBERS if streamed else 1 < B < NARROW_BATCH and weights.flags.c_contiguous
     if numbers <= largest or not divides:
@@ -375,7 +376,7 @@ class WeightGradients:
         """Return an object that collects the weight gradients of a segment (some steps of some batch items) and adds
         them to the gradients of `self`, because both write to the same memory. own: separate memory for gradients that
         belong to the segment alone, such as that of x."""
-        part = WeightGradients(self.out | own, set())  # an empty set: nothing has been written to the segment's own dx
+        part = WeightGradients(self.out | own, written=set())  # nothing has been written to the segment's own dx
         part.begun = self.begun
         return part
 

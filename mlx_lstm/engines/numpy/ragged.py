@@ -8,8 +8,8 @@ module `passes` keeps the results of these additional steps out of the outputs a
 T: steps, B: batch items, G: gates, H: hidden units, P: the width of h. v holds the arrays of the call by name (x, Wh,
 lengths and so on), `out` the memory of the results, dv the cotangents (the gradients that the caller gives for
 outputs). h0, c0: the first states; hT, cT: the last ones. `cell.carried`, `cell.kept`: how many blocks of H numbers c
-and gates have. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B], the memory
-order of c and gates. lengths [B]: after how many steps each item ends.
+and gates have. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B], the memory order of c and gates. lengths [B]: after
+how many steps each item ends.
 """
 
 from math import isqrt
@@ -40,8 +40,7 @@ class Segment(NamedTuple):
     items: Any
 
     def sizes(self, B: int) -> tuple[int, int]:
-        """Return (number of steps, number of batch items) of this segment: some steps, with the batch items that have
-        not ended before them. B: the number of items of the whole batch."""
+        """Return (number of steps, number of batch items) of this segment. B: the items of the whole batch."""
         items = self.items
         return self.stop - self.start, len(range(B)[items]) if isinstance(items, slice) else len(items)
 
@@ -50,18 +49,17 @@ class Segment(NamedTuple):
         return sequence[self.start : self.stop][:, self.items]
 
     def of_features(self, sequence: Array) -> Array:
-        """Return the part of a sequence [T, B, .] that belongs to this segment: some steps, with the batch items that
-        have not ended before them. The sequence is feature-major in memory, and so is the result: each step is
-        contiguous as [., B]."""
+        """Return the part of a sequence [T, B, .] that belongs to this segment. The sequence is feature-major in
+        memory, and so is the result: each step is contiguous as [., B]."""
         steps = sequence[self.start : self.stop].transpose(FEATURE_MAJOR)
         if isinstance(self.items, slice):
             return steps[:, :, self.items].transpose(FEATURE_MAJOR)
         return np.take(steps, self.items, axis=2).transpose(FEATURE_MAJOR)
 
     def write(self, sequence: Array, part: Array) -> None:
-        """Write `part`, the results of this segment (some steps of some batch items), into its place in a sequence [T,
-        B, .]. If the sequence is feature-major in memory, both arrays are first transposed to [T, ., B], so that NumPy
-        writes it in the order of its memory."""
+        """Write `part`, the results of this segment, into its place in a sequence [T, B, .]. If the sequence is
+        feature-major in memory, both arrays are first transposed to [T, ., B], so that NumPy writes it in the order of
+        its memory."""
         target, source = sequence[self.start : self.stop], part
         if target.strides[1] < target.strides[2]:  # feature-major: two items are closer than two features
             target.transpose(FEATURE_MAJOR)[:, :, self.items] = source.transpose(FEATURE_MAJOR)
@@ -80,15 +78,14 @@ class Segment(NamedTuple):
 
 
 def segments(problem: Problem, v: Views) -> list[Segment]:
-    """Divide a call with lengths into segments (ranges of steps, each with the batch items that have not ended
-    before). Return them in the order of time. Return an empty list if one pass over all steps and items would not be
-    much slower."""
+    """Divide a call with lengths into segments, and return them in the order of time. Return an empty list if one pass
+    over all steps and items would not be much slower."""
     T, B = problem[:2]
     if T == 1:
         return []
-    # A segment is a range of steps, run only for the items that have not ended before it. Items that end within a long
-    # segment waste time. But each segment has a fixed cost of one or two steps (for copies of its arrays). The sum of
-    # both costs is smallest near sqrt(T) steps. A new segment must also be smaller by at least `enough` items.
+    # Items that end within a long segment waste time. But each segment has a fixed cost of one or two steps (for copies
+    # of its arrays). The sum of both costs is smallest near sqrt(T) steps. A new segment must also be smaller by at
+    # least `enough` items: 4, or an eighth of a small batch.
     shortest, enough = isqrt(T), min(ENDED, B / 8)
     lengths, found, start = v["lengths"], [], 0
     live = np.flatnonzero(lengths > 0)  # the items of the current segment
@@ -101,15 +98,15 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
             first, last = int(live[0]), int(live[-1]) + 1
             found.append(Segment(start, stop, slice(first, last) if last - first == len(live) else live))
             start, live = stop, left
-    # run: how many (step, item) pairs the segments compute, of T * B.
+    # run: how many (step, item) pairs the segments compute, of T * B. They must save at least a tenth (SAVED).
     run = sum([steps * items for steps, items in [segment.sizes(B) for segment in found]])
     return found if run <= (1 - SAVED) * T * B else []
 
 
 def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem, Views]:
-    """Return the problem (sizes and options) and the arrays of one segment: some steps of some batch items. The
-    segment can then run like a whole call. The first states h0 and c0 are only restricted to the segment's items; for
-    a later segment the caller replaces them by the states before its first step."""
+    """Return the problem and the arrays of one segment, which can then run like a whole call. The first states h0 and
+    c0 are only restricted to the segment's items; for a later segment the caller replaces them by the states before its
+    first step."""
     start, stop, items = segment
     part = dict(v)
     for name in {"x", "keep", "inputs"} & v.keys():
@@ -123,15 +120,15 @@ def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem,
 
 
 def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: Views, hidden: list[Views]) -> None:
-    """Run one direction forward, one segment after the other, and write the outputs that `out` contains. A segment is
-    a range of steps, run only for the batch items that have not ended before it. Where an item has ended, the outputs
-    keep the 0 that `out` contains at first.
+    """Run one direction forward, one segment after the other, and write the outputs that `out` contains. Where an item
+    has ended, they keep the 0 that `out` contains at first.
 
     hidden: for each segment the memory for results that only the backward pass reads, such as gates [steps, items,
     GH], by name.
     """
     (_, B, H, P), dtype, cell = problem[:4], v["x"].dtype, problem.cell
-    # states: the states of all items before the next segment; each segment reads and replaces those of its items.
+    # states: the states of all items before the next segment; each segment reads and replaces those of its items. c has
+    # `carried` blocks of H numbers: the states besides h. Gates have `kept` blocks.
     widths = {"h": P, "c": cell.carried * H} if "c" in out else {"h": P}
     states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
     for name, state in states.items():
@@ -168,20 +165,21 @@ def backward_in_segments(
     hidden: list[Views],
     dv: Views,
 ) -> None:
-    """Run one direction backward, one segment after the other. A segment is a range of steps, run only for the batch
-    items that have not ended before it. Write every gradient for which `products.out` has memory. Where an item has
-    ended, the gradient of x keeps the 0 that this memory contains at first.
+    """Run one direction backward, one segment after the other. Write every gradient for which `products.out` has
+    memory. Where an item has ended, the gradient of x keeps the 0 that this memory contains at first.
 
     products: sums the gradients of the weights. saved: the outputs of the forward pass. hidden: for each segment what
     the forward pass saved for it alone, such as gates, by name.
     """
     (_, B, H, P), out, dtype = problem[:4], products.out, v["x"].dtype
+    # c has `carried` blocks of H numbers, the states besides h.
     widths = {"h": P, "c": problem.cell.carried * H} if "c" in saved else {"h": P}
     d_states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
     for name, d_state in d_states.items():
         if f"{name}T" in dv:
             d_state[...] = dv[f"{name}T"]
-    # Segments with a wide batch read Wh in another memory order. Copy it to this order once, for all segments.
+    # Segments with a wide batch read Wh in another memory order. Copy it to this order once, for all segments: the copy
+    # has the shape of Wh again, as `transposed` returns Wh^T.
     ordered = {"Wh": transposed(v["Wh"], problem).T} if "Wh" in v else {}
     adds = "Wx" in v and bool(products.written)  # the other direction has written its part of the gradient of x
     # own_...: the arrays of one segment alone. d_states: the gradients of the states of all items; a segment reads them

@@ -15,6 +15,9 @@ an input's name, or the number of a "const". Letters such as n and k are numbers
     unit      a group, or one node alone: what one statement computes; t is its number in the order of the units
     scratch   arrays that only these statements use; their names are b0, b1, ..., for groups g0, g1, ...
     views     {(array, first row, last row + 1): the name that the statements use for these blocks}
+
+Operations: UFUNCS are single functions of NumPy, COMPOSED several statements; OVERWRITES may overwrite an operand, the
+operands of COMMUTES may change places, and CONDITIONS have bool results.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -97,7 +100,8 @@ def places(array: str, count: int) -> list[Place]:
 class Rewrites(NamedTuple):
     """How `lowered` rewrites a graph. negated: nodes whose places hold the negated value. squares: whether y (1 - y) is
     computed as y - y^2, which takes one pass over memory less if the squares of several gates are computed together.
-    divided: {product: sigmoid} of the products that are computed as quotients, from `quotients`."""
+    divided: {product: sigmoid}: a product x sigmoid(z) is computed as x / (1 + exp(-z)), one pass less
+    (`quotients`)."""
 
     negated: Collection[int] = ()
     squares: bool = False
@@ -116,10 +120,7 @@ class Store(NamedTuple):
 
 
 def lowered(
-    nodes: Nodes,
-    outputs: Iterable[int],
-    known: Mapping[int, Place],
-    rewrites: Rewrites,
+    nodes: Nodes, outputs: Iterable[int], known: Mapping[int, Place], rewrites: Rewrites
 ) -> tuple[Graph, dict[int, int]]:
     """Return the graph in operations that NumPy has, and for each node its number there. outputs: the nodes that are
     computed. Nodes in `known`, whose values exist already, become inputs: node 7 becomes the input "n7", or "-n7" if
@@ -230,6 +231,7 @@ class Groups:
         # not in by_row.
         self.along_gates()
         # Then group nodes whose results shall lie in successive blocks of one array: row - position is the same number.
+        # item: (position, (place, node)).
         targets = sorted((place, n) for n, place in into.items())
         for _, run in groupby(enumerate(targets), key=lambda item: (item[1][0].array, item[1][0].row - item[0])):
             self.side_by_side([n for _, (_, n) in run])
@@ -255,7 +257,9 @@ class Groups:
                 # preactivation. What else is in it does not matter to the nodes that read it.
                 self.block[n], self.by_row[n] = self.known[z], (self.known[z].row, "a sum")
         for pairs in found.values():
-            # Divide the pairs into runs of successive rows: row - position is then the same number.
+            # Divide the pairs into runs of successive rows, for which row - position is the same number. Their results
+            # must also have places in successive blocks of one array (`offset`), or none of them has a place. item:
+            # (position, (row, node)).
             numbered = enumerate(sorted(pairs))
             for _, run in groupby(numbered, key=lambda item: (self.offset(item[1][1]), item[1][0] - item[0])):
                 self.group([n for _, (_, n) in run])
@@ -594,6 +598,7 @@ class Writer:
             self.scratch[name], self.sizes[name] = kind, 1
             place = Place(name, 0)
         operands, out = [self.operand([k]) for k in node.args], self.text([place])
+        # The statements of a composed operation use up to three arrays of their own, t0 to t2.
         self.scratch |= {name: Scratch() for name in ("t0", "t1", "t2") if name in COMPOSED.get(node.op, "")}
         self.lines.append(call(node.op, operands, out))
         self.settle([n], [place])

@@ -15,7 +15,8 @@ those of the gates' recurrent parts; saved, forward: the nodes that the forward 
 The arrays of generated code: z preactivations, xs their input's part, y what the forward pass saves, c_prev and c the
 states besides h before and after the step, n0 the h after it, us and w the inputs and parameters. Backward: dz, dx,
 dc, du, dw gradients of these; the other names are described at `backward_function`. An array of a chunk of steps has
-one column per step and batch item; `columns` are those of one step.
+one column per step and batch item; `columns` are those of one step. ALONE: the arrays of one block. WIDE: those as
+wide as a projected h. FEATURE_MAJOR transposes [T, B, .] to [T, ., B].
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -130,7 +131,8 @@ class Plan:
 
     def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
         """Read the cell's graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: whether the
-        caller gets the gates (forward), or whether they have cotangents (backward)."""
+        caller gets the gates (forward), or whether they have cotangents (backward). The class's docstring describes the
+        attributes. Inputs of a graph: x a gate's preactivation, s0 the h before the step."""
         graph = graph_of(cell, names, exposes)
         self.cell, self.graph = cell, graph
         self.rows: list[tuple[int, int]] = rows_of_product(cell) if cell.recurrent else []
@@ -157,8 +159,8 @@ plan_of_form = lru_cache(128)(Plan)
 def plan_of(cell: AnyCell, names: tuple[str, ...], exposes: bool) -> Plan:
     """Return the plan of a cell. Cells that differ only in numbers such as their clips share one.
 
-    names: what `graph_arrays` returned. exposes: for a forward pass, whether the caller gets the gates; for a backward
-    pass, whether they have cotangents.
+    names: those of the arrays "peephole" and "Wp" that the call has (`graph_arrays`). exposes: for a forward pass,
+    whether the caller gets the gates; for a backward pass, whether they have cotangents.
     """
     return plan_of_form(form_of(cell), names, exposes)
 
@@ -171,7 +173,8 @@ def graph_arrays(v: Views) -> tuple[str, ...]:
 def negatable(graph: CellGraph, letters: str) -> str:
     """Return the letters of the gates whose preactivation z is read only by one sigmoid, directly or after something is
     added to it. letters: one for each gate, in order. `JoinedProduct` can compute -z instead of z for these gates. The
-    sigmoid 1 / (1 + exp(-z)) then need not negate z, which saves a pass over memory."""
+    sigmoid 1 / (1 + exp(-z)) then need not negate z, which saves a pass over memory. A graph that reads the two parts
+    of z `apart` has no such gates: no product computes both."""
     order, found = needed(graph.nodes, [*graph.forward, *graph.saved]), ""  # order: the nodes of the forward pass
     for k in range(0 if graph.apart else graph.gates):
         # n: a node, first the preactivation of gate k, then the only node that uses it, and so on. ops: what these do.
@@ -510,7 +513,9 @@ class StepBackward:
             if cell.norm.of is not None:
                 more |= self.prepare_norms(problem, v, saved["norms"])
         self.input_by_step: bool = isinstance(self.of_input, InputNormOfSteps)  # its norm runs at every step
-        # The rows of each array: a False counts as 0, which means that the call does not have this array.
+        # The rows of each array: a False counts as 0, which means that the call does not have this array. dx: the
+        # gradients of input parts that differ from `dz`; m, dh: for the second product (see the class). The generated
+        # code gets the arrays as all_dx and so on, and reads the columns of one step from them.
         widths = {"dx": 0 if self.input_by_step else len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
         for name, width in widths.items():
             if width:
@@ -571,6 +576,7 @@ class StepBackward:
         assert of_z is not None
         norm = self.norm = NormBackward(problem, v, of_z, self.of_input, self.plan.other, kept, self.dz)
         self.by_column.append(norm.dp)
+        # A step writes its gradients of one step to these arrays, and then `through_norm` the columns of the chunk.
         return {"through_norm": norm.through, "dz": norm.d, "dx": norm.dx}
 
     def through_rows(self, dz: Array, dh: Array) -> None:
@@ -599,7 +605,7 @@ class StepBackward:
                     np.matmul(self.Wh[k * self.H : (k + 1) * self.H], matrix(h_in).T, out=out)
                 elif isinstance(self.norm, RecurrentNorm):
                     self.norm.product(k, out, h_in)
-                else:
+                else:  # it reads the normalised product, which the forward pass saved
                     self.norm.product(k, out, start)
                 if self.bhn is not None:
                     out += self.bhn[:, None]
@@ -616,9 +622,9 @@ class StepBackward:
             array[:, columns] = 0
 
     def finish(self, t: int, columns: slice, ended: Array | None, out: Views) -> None:
-        """Write the gradient of the inputs of step t, and add the step's term to the gradient of the parameters. ended:
-        the indices of the batch items that have ended, or None. Their gradients become 0, because the computed values
-        may be NaN."""
+        """Write the gradient of the inputs of step t, and add the step's term to the gradient of the parameters, if the
+        cell has any (`finishes`). ended: the indices of the batch items that have ended, or None. Their gradients
+        become 0, because the computed values may be NaN."""
         if ended is not None:
             for array in self.by_column:
                 array[:, columns][:, ended] = 0

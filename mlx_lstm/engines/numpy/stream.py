@@ -33,7 +33,7 @@ class StreamedLayer:
         (_, B, H, _), dtype, cell = problem[:4], v["Wx"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}  # only its shape and dtype matter
-        step = Step(problem, v, None, streamed=True)  # None: no mask
+        step = Step(problem, v, mask=None, streamed=True)
         # step(operand, inputs, h, c, saved, new c, new h): the generated function of one step.
         self.whole_step, self.step, products = step, step.run, step.products
         self.h: list[Array] = products.h_buffers

@@ -11,7 +11,8 @@ of a direction, or None if there is one only. v: NumPy views of the arrays of th
 those of the cotangents (the gradients that the caller gives for outputs); out: the memory of the results. norms: what
 the forward pass saves of layer normalisations for the backward pass. `cell.carried`, `cell.kept`: how many blocks of H
 numbers c and gates have; `cell.reads_kept`: whether the backward pass reads gates. A segment: some steps of those batch
-items that have not ended before them (`ragged`); parts: the segments of the call, empty if it is not divided.
+items that have not ended before them (`ragged`); parts: the segments of the call, empty if it is not divided. HIDDEN:
+the results that may be for the backward pass only. ALL_THREADS: a context that changes nothing.
 """
 
 from math import prod
@@ -25,16 +26,7 @@ from ..packing import is_packed
 from ..problem import Arrays, Problem
 from .norms import centre_gradients, kept_rows
 from .passes import BackwardSweep, sweep_forward
-from .products import (
-    BATCH_MAJOR,
-    FEATURE_MAJOR,
-    TIME_MAJOR,
-    Array,
-    Order,
-    Views,
-    WeightGradients,
-    factored_names,
-)
+from .products import BATCH_MAJOR, FEATURE_MAJOR, TIME_MAJOR, Array, Order, Views, WeightGradients, factored_names
 from .ragged import backward_in_segments, forward_in_segments, segments
 from .threads import ALL_THREADS, one_thread
 from .weights import with_float_weights
@@ -82,6 +74,8 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         v["x"] = v["x"].transpose(BATCH_MAJOR)
     dtype, (T, B, H, P), cell, directions = v["x"].dtype, problem[:4], problem.cell, each_direction(problem)
     D = len(directions)
+    # Per unit and direction c has `carried` numbers, gates have `kept`, which is the number of gates in a built-in
+    # cell.
     widths = {"h": D * P, "c": D * cell.carried * H} if cell.carried else {"h": D * P}
     last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if problem.wants_last else {}
     sequences: dict[str, NewArray] = {}

@@ -35,11 +35,12 @@ def matrix_for_oracle(packing: Packing, arrays: Arrays, name: str) -> np.ndarray
     """Return the matrix of one quantized weight in the form that the float64 oracle (the reference that tests compare
     with) takes.
 
-    In mode "affine" the matrix is complex. The real part is the weight, scale q + bias. The imaginary part is a factor
-    for the first weight of each group, and 0 for the others. A kernel computes scale (S - 2^f s) + bias s with the sums
-    S of (2^f + q) x and s of x over the group, which are larger than the result and so round with larger errors. The
-    factor says how large: sqrt((2 scale 2^f)^2 + (scale 2^f + |bias|)^2), as `closeness.exact_and_bounds` derives. f is
-    the bits of the field that holds a weight. The factor is never 0, which would mean that no group begins here.
+    In mode "affine" the matrix is complex. The real part is the weight, scale q + bias. The imaginary part, from which
+    the oracle computes how large rounding errors may be, is a factor for the first weight of each group, and 0 for the
+    others. A kernel puts the f bits of q into the mantissa of a half, which is then the number 2^f + q. So it computes
+    scale (S - 2^f s) + bias s with the sums S of (2^f + q) x and s of x over the group, which are larger than the
+    result and so round with larger errors. The factor says how large: sqrt((2 scale 2^f)^2 + (scale 2^f + |bias|)^2),
+    as `closeness.exact_and_bounds` derives. It is never 0, which would mean that no group begins here.
     """
     values = np.array(matrix(packing, arrays, name, mx.float32)).astype(np.float64)
     scales, biases = scales_of(arrays, name, mx.float32)

@@ -198,7 +198,7 @@ def norm_of(cell: AnyCell, arrays: Arrays) -> ScaledNorm:
 def norm_of_c(cell: AnyCell, arrays: Arrays) -> ScaledNorm:
     """Return the layer normalisation of c."""
     assert cell.norm is not None
-    return ScaledNorm(1, cell.norm.eps, arrays.get("norm_c_scale"), arrays.get("norm_c_shift"))
+    return ScaledNorm(blocks=1, eps=cell.norm.eps, scale=arrays.get("norm_c_scale"), shift=arrays.get("norm_c_shift"))
 
 
 def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
@@ -257,8 +257,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     starts |= gru_candidates(problem, arrays, starts["h"], norms.get("y")) | norms
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}  # {name of a result: {t: array}}
-    # step_back: the backward pass of one step. Its last argument: whether the gates have cotangents.
-    step_back = backward_of_steps(problem, arrays, "gates" in cotangents)
+    step_back = backward_of_steps(problem, arrays, exposes="gates" in cotangents)  # the backward pass of one step
     for t in reversed(problem.steps()):
         # The gradient of h after step t is a sum: the gradient that step t + 1 (in reverse step t - 1) returned, plus
         # the cotangent of the output h. The same holds for c. The index is [t, ...], because in MLX the gradient of
@@ -282,7 +281,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         dc_new = dc if back.dc is None else back.dc
         if "keep" in arrays:
             carry = back.direct if back.dc is None else back.dc  # an LSTM's dc, or a GRU's `direct`
-            if carry is not None:
+            if carry is not None:  # a plain RNN has none
                 by_step["carry"][t] = carry if live is None else mx.where(live, carry, 0)
             dh_new, dc_new = times_keep(arrays, dh_new, t), times_keep(arrays, dc_new, t)
         dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
@@ -358,7 +357,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         known = fixed_nodes | known_after(graph, cell, after)
         known |= {number[name]: array for name, array in given.items() if name in number}
         of_norms: Arrays = {}
-        raw = dh
+        raw = None
         if graph.has_norm():  # compute c before its norm, `raw`, which the gradient of the norm reads
             raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, dh)[graph.norm_operand("norm")]
             known[graph.norm_operand("norm")] = raw
@@ -371,8 +370,9 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
             constants[dh.dtype] = {n: constant(value, dh) for n, value in numbers.items()}
             order[:] = [n for n in every if n not in numbers]
         values = values_of(graph.nodes, of.values(), known | constants[dh.dtype], dh, order=order)
-        if graph.has_norm():
-            of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": normalised(raw, 1, fixed["N0"].eps)[0]}
+        if raw is not None:
+            yc, _ = normalised(raw, blocks=1, eps=fixed["N0"].eps)
+            of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
         dz = values[of_x[0]] if len(of_x) == 1 else mx.concatenate([values[n] for n in of_x], axis=-1)
         # dh_in: the gradient of h_in. With reset "before" it is a sum over the products of r and z and the graph's
         # gradient of i0, which came through the candidate's product.
@@ -413,8 +413,10 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
+    # What the forward step multiplies by Wp^T ("W0T"), and what the backward step multiplies by Wp ("W0"): the gradient
+    # before the clip. The last dh says the dtype of constants.
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
-    n = graph.operand("W0")  # the node that the backward step multiplies by Wp: the gradient before the clip
+    n = graph.operand("W0")
     return values_of(graph.nodes, [n], known, dh)[n]
 
 
@@ -613,7 +615,9 @@ def project_rows(problem: Problem, arrays: Arrays, rows: Array) -> Array:
 
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
-    """Return h0 [B, P] and c0 [B, H]. A state that the call does not have is zeros."""
+    """Return h0 [B, P] and c0 [B, C H] of a cell with C states besides h (C = 1 for an LSTM). A state that the call
+    does not have is zeros. A cell without c gets a c0 [B, H], which nobody reads, so that all callers get two
+    states."""
     B, dtype, widths = problem.B, arrays["x"].dtype, {"h0": problem.P, "c0": (problem.cell.carried or 1) * problem.H}
     h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
     return h0, c0

@@ -63,7 +63,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(grid_case: GridCase) -> Prepared:
-    """Draw the random arrays of a case and compute the exact results. They depend on the case alone."""
+    """Draw the random arrays of a case and compute the exact results. They depend on the case alone. Take the first
+    seed with which every result is larger than its error bound, so that a comparison would notice zeros. With none of
+    them, the judge refuses the results of the last one."""
     for seed in SEEDS:
         case = grid_case.draw(seed)
         judge = case.judge()
@@ -79,6 +81,7 @@ def compare(prepared: Prepared, engine: str) -> Finding:
     finding = Finding(grid_case.name, grid_case.dtype, engine)
     start = time.perf_counter()
     try:
+        # limits: with 64-bit indices in the kernels, if the case asks for them. on: `numpy` runs on the CPU.
         with grid_case.limits(), on(mx.Device(mx.cpu) if engine == "numpy" else None):
             results = as_numpy(run(case, engine))
             seconds = time.perf_counter() - start
@@ -113,6 +116,7 @@ def findings(work: Work, cases: list[GridCase], full: bool, limit: float = LIMIT
             try:
                 yield Finding(**runner.ask(limit, n=n, engine=engine))
             except ChildError as error:
+                # A hang counts as much as LOSSES crashes, a crash (error.lost) as one, another error as none.
                 lost[engine] += LOSSES if error.hung else error.lost
                 yield finding._replace(failure=str(error), lost=error.lost)
     finally:

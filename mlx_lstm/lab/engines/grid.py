@@ -89,9 +89,11 @@ class GridCase(NamedTuple):
 
     def draw(self, seed: int = 1) -> Case:
         """Return the case with random arrays, which are the same at every call with the same seed. If it is quantized,
-        it also has the quantized weights, and its own arrays have their values."""
+        it also has the quantized weights, and the weights among its arrays are the dequantized ones."""
+        # How far values must be from a kink of an activation: 16 bits may move them further than float32.
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
-        recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # small weights: with large ones, rounding errors would grow
+        H = self.options["sizes"][3]
+        recurrent = 0.7 / H**0.5  # small weights: with large ones, rounding errors would grow
         call, cotangents = draw_away_from_kinks(seed, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
         cotangents = {name: cotangents[name] for name in self.with_cotangent or cotangents}
         case = Case(call, cotangents, self.dtype)
@@ -129,8 +131,8 @@ def grid(full: bool = False) -> list[GridCase]:
 
 
 def families() -> Iterator[GridCase]:
-    """Yield a case for every kind of layer at every batch size in float32, and at two batch sizes in 16 bits. Some
-    layers have no initial states ("bare"), the others have all arrays."""
+    """Yield a case for every kind of layer at every batch size in float32, and at two batch sizes in 16 bits. With 1
+    and with 66 items, the least and the most, layers have no initial states ("bare"); the others have all arrays."""
     for name in LAYERS:
         for B in BATCHES:
             yield layer(name, B, "float32", bare=B in (1, 66))
@@ -139,9 +141,10 @@ def families() -> Iterator[GridCase]:
 
 
 def layer(name: str, B: int, dtype: str, bare: bool) -> GridCase:
-    """Return a test case of a small layer. name: a key of `LAYERS`. If `bare`, the layer is called without initial
-    states, and only the result h has a gradient; otherwise it has all arguments. A bare GRU also lacks the bias bhn,
-    but not if its reset comes before the product: such a GRU has no bhn, so there is none to leave out."""
+    """Return a test case of a small layer. name: a key of `LAYERS`. B: a key of `BATCHES`, whose options it gets. If
+    `bare`, the layer is called without initial states, and only the result h has a gradient; otherwise it has all
+    arguments. A bare GRU also lacks the bias bhn, but not if its reset comes before the product: such a GRU has no bhn,
+    so there is none to leave out."""
     options: dict[str, Any] = LAYERS[name] | BATCHES[B] | {"sizes": (STEPS, B, 3, 5, 3)}  # T, B, I, H, P
     items = "1 item" if B == 1 else f"{B} items"
     if bare:
@@ -159,8 +162,9 @@ def wide() -> Iterator[GridCase]:
 
 
 def quantized() -> Iterator[GridCase]:
-    """Yield cases of layers with quantized weights. Some cases run the kernels that multiply lane by lane, others
-    the kernels with tiles."""
+    """Yield cases of layers with quantized weights. The kernels of `stepwise` multiply 1 and 4 items lane by lane, 9
+    and 33 items in tiles. The sizes are T, B, I, H, P."""
+    # The group size (weights with the same scale), the bits per weight and the mode.
     four, eight, small = Packing(64, 4, "affine"), Packing(32, 8, "affine"), Packing(16, 4, "nvfp4")
     yield GridCase("lstm, 4 bits, 1 item", "float32", {"sizes": (3, 1, 64, 64, 64)}, packing=four)
     yield GridCase("gru, 8 bits, 9 items", "float32", {"op": "gru", "sizes": (3, 9, 32, 32, 32)}, packing=eight)
@@ -171,9 +175,11 @@ def quantized() -> Iterator[GridCase]:
 
 
 def norms() -> Iterator[GridCase]:
-    """Yield a layer of each kind with layer normalisation: of the recurrent product, and of an LSTM's c."""
-    for op, norm in {"lstm": NormOptions(c="output"), "gru": NormOptions(), "rnn": NormOptions("sum")}.items():
-        options: dict[str, Any] = {"op": op, "sizes": (4, 3, 3, 9, 9), "norm": norm}
+    """Yield a layer of each kind with layer normalisation: of the recurrent product in the LSTM and the GRU, also of
+    the LSTM's c, and of the whole sum that the plain RNN activates."""
+    norms = {"lstm": NormOptions("product", c="output"), "gru": NormOptions("product"), "rnn": NormOptions("sum")}
+    for op, norm in norms.items():
+        options: dict[str, Any] = {"op": op, "sizes": (4, 3, 3, 9, 9), "norm": norm}  # T, B, I, H, P
         yield GridCase(f"{op}, layer normalisation", "float32", options)
 
 
@@ -192,11 +198,13 @@ def others() -> Iterator[GridCase]:
         one = LAYERS[name] | {"sizes": (1, 1, 1, 1, 1)}
         yield GridCase(f"{name}, one of everything", "float32", one)
         for B in (4, 66):
+            # A mask of all axes, [T, B, P], is another array that the kernels index.
             few: dict[str, Any] = LAYERS[name] | {"sizes": (3, B, 3, 5, 3), "mask": (3, B, "P")}
             yield GridCase(f"{name}, {B} items, indices of 64 bits", "float32", few, long=True)
     yield from (GridCase(name, dtype, options) for name, options in WIDE.items() for dtype in HALVES)
-    for mode, (groups, widths) in WIDTHS.items():
-        for n, (bits, group) in enumerate(product(widths, groups)):
+    for mode, (group_sizes, bit_widths) in WIDTHS.items():
+        for n, (bits, group) in enumerate(product(bit_widths, group_sizes)):
+            # The dtype, the op and the batch change from case to case with different periods.
             dtype, op, B = list(DTYPES)[n % 3], ("lstm", "gru", "rnn")[n // 3 % 3], (1, 9)[n % 2]
             options: dict[str, Any] = {"op": op, "sizes": (3, B, group, group, group)}
             name = f"{op}, {mode}, {bits} bits, groups of {group}"
@@ -205,8 +213,9 @@ def others() -> Iterator[GridCase]:
         # Clips that stop gradients run in float32 only, because many values of c come near the limit.
         stops = EVERY_OPTION[option].get("clip_gradient") == "zero"
         dtype = "float32" if stops else list(DTYPES)[n % len(DTYPES)]
-        careful = option.endswith(UNBOUNDED) or (dtype != "float32" and any(word in option for word in KINKED))
-        batches = (1, 4) if careful else tuple(BATCHES)
+        # With more values it is more likely that one overflows or comes near a kink: see UNBOUNDED and KINKED.
+        few_items = option.endswith(UNBOUNDED) or (dtype != "float32" and any(word in option for word in KINKED))
+        batches = (1, 4) if few_items else tuple(BATCHES)
         B = batches[n % len(batches)]
         options = at_batch(EVERY_OPTION[option], B) | {"sizes": (4, B, 3, 5, 3)}
         yield GridCase(f"option {option}, {B} items", dtype, options)

@@ -25,12 +25,13 @@ class Report:
 
     def __init__(self, file: Path, command: str, device: str):
         self.file = file
+        # `tuning.machine` adds the GPU's architecture and a hash of the kernels.
         self.machine: dict[str, str] = machine_card(command, device) | tuning.machine()
         self.findings: list[Finding] = []
-        self.times: list[list[Measurement]] = []
-        self.more: dict[str, Any] = {}
+        self.times: list[list[Measurement]] = []  # a list for each size and pass, with all implementations timed there
+        self.more: dict[str, Any] = {}  # what the other commands of --full returned, by name: see `check.further.run`
         self.verdict: str = "unfinished"
-        self.written: float = 0.0
+        self.written: float = 0.0  # when `save` last wrote the file
 
     def add(self, finding: Finding) -> None:
         """Add a finding; write the file unless it was written a moment ago."""
@@ -39,7 +40,7 @@ class Report:
             self.save()
 
     def save(self) -> None:
-        """Write all findings as JSON. If the write is interrupted, the old file stays."""
+        """Write all findings as JSON, over an older file. If the write is interrupted, the old file stays."""
         comparisons = [finding._asdict() for finding in self.findings]
         content = {"machine": self.machine, "verdict": self.verdict, "comparisons": comparisons}
         text = json_text(content | {"times": short.records(self.times)} | self.more) + "\n"
@@ -55,8 +56,9 @@ class Report:
         if wrong := [finding for finding in self.findings if finding.failure]:
             engines = ", ".join(dict.fromkeys(finding.engine for finding in wrong))
             reasons.append(f"{len(wrong)} of {len(self.findings)} comparisons failed, of {engines}")
-        rows = [row for rows in self.times for row in rows if row.failed and row.task.contender == "ours"]
-        reasons += [f"{row.task.engine} failed at {row.task.size}" for row in rows]
+        # A failure of mlx.nn's layer, which is timed, too, says nothing about our results.
+        ours = [row for rows in self.times for row in rows if row.failed and row.task.contender == "ours"]
+        reasons += [f"{row.task.engine} failed at {row.task.size}" for row in ours]
         return [*dict.fromkeys(reasons + [f"{name} failed" for name, result in self.more.items() if result["failed"]])]
 
 
@@ -87,6 +89,8 @@ def failure_lines(wrong: Iterable[Finding]) -> list[str]:
     wrong results of a layer."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in wrong:
+        # A finding with a tensor has a wrong result, the others an error. The name of a problem, such as "lstm, 4
+        # items", begins with the layer.
         layer = finding.problem.partition(",")[0] if finding.tensor else ""
         groups.setdefault((layer, "" if layer else one_line(without_names(finding.failure))), []).append(finding)
     lines = []

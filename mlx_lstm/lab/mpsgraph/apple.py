@@ -24,7 +24,8 @@ BACKWARD = {
     "single_gate_rnn": "singleGateRNNGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:stateGradient:"
     "inputWeight:bias:initState:mask:descriptor:name:",
 }
-"""For each op the Objective-C selector of its gradient method, the variant that takes every argument."""
+"""For each op the Objective-C selectors of its forward method and of its gradient method, in the variants that take
+every argument. A selector is a method's name, with a colon after the name of each argument."""
 
 DESCRIPTORS = {
     "lstm": "MPSGraphLSTMDescriptor",
@@ -65,18 +66,20 @@ def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
         forward = call(graph, FORWARD[case.op], tensors, descriptor)
         backward = []
         if "source_gradient" in tensors:
-            # Only those of the results that the forward op returned.
+            # SAVED has the place of each result that the gradient op takes; -1 is the last. Leave out the results that
+            # the forward op did not return. If it returned one, that is h, not zState.
             saved = {name: forward[place] for name, place in SAVED.items() if abs(place) < len(forward)}
             backward = call(graph, BACKWARD[case.op], tensors | saved, descriptor)
         buffers, results = [], {}
         for tensor in [*forward, *backward]:
+            # MPSGraph writes each result into a buffer, which begins with zeros.
             shape = [int(size) for size in tensor.shape()]
-            space = np.zeros(shape, case.arrays["source"].dtype)
-            buffers.append((shared_buffer(Metal, device, space), space))
+            zeros = np.zeros(shape, case.arrays["source"].dtype)
+            buffers.append((shared_buffer(Metal, device, zeros), zeros))
             results[tensor] = tensor_data(G, buffers[-1][0], shape, dtype)
         queue = device.newCommandQueue()
         graph.runWithMTLCommandQueue_feeds_targetOperations_resultsDictionary_(queue, feeds, None, results)
-        arrays = [read(buffer, space) for buffer, space in buffers]
+        arrays = [read(buffer, zeros) for buffer, zeros in buffers]
     return arrays[: len(forward)], arrays[len(forward) :]
 
 
@@ -97,9 +100,10 @@ def camel(name: str) -> str:
 
 
 def call(graph: Any, selector: str, tensors: dict[str, Any], descriptor: Any) -> list[Any]:
-    """Call an op of an MPSGraph and return the list of its result tensors. Optional arguments that the case does not
-    have are nil."""
-    method = getattr(graph, selector.replace(":", "_"))
+    """Call an op of an MPSGraph and return the list of its result tensors. selector: the Objective-C method, with a
+    colon after each argument's name. Optional arguments that the case does not have are nil, and so is the last one,
+    `name`, which would name the op in the graph."""
+    method = getattr(graph, selector.replace(":", "_"))  # PyObjC writes the selector with _ in place of colons
     return list(method(*(tensors.get(name) for name in arguments(selector)), descriptor, None))
 
 

@@ -19,11 +19,11 @@ GATES = {"lstm": 4, "gru": 3, "single_gate_rnn": 1}
 RESULTS = {"lstm": ("h", "c", "z_state"), "gru": ("h", "z_state"), "single_gate_rnn": ("h", "z_state")}
 """The results of a forward op with training (for an LSTM also produce_cell) turned on, in the op's order."""
 
-_WEIGHTS = ("source", "recurrent_weight", "input_weight", "bias")  # the source first, then the weights of every op
+_WEIGHTS = ("recurrent_weight", "input_weight", "bias")  # the weights that every op has
 GRADIENTS = {
-    "lstm": (*_WEIGHTS, "peephole", "init_state", "init_cell"),
-    "gru": (*_WEIGHTS, "init_state", "secondary_bias"),
-    "single_gate_rnn": (*_WEIGHTS, "init_state"),
+    "lstm": ("source", *_WEIGHTS, "peephole", "init_state", "init_cell"),
+    "gru": ("source", *_WEIGHTS, "init_state", "secondary_bias"),
+    "single_gate_rnn": ("source", *_WEIGHTS, "init_state"),
 }
 """The arguments that have a gradient, in the order in which Apple's gradient op returns the gradients."""
 
@@ -32,6 +32,7 @@ COTANGENTS = {
     "gru": ("source_gradient", "state_gradient"),
     "single_gate_rnn": ("source_gradient", "state_gradient"),
 }
+"""The gradients of the results (of h, of the last h and of the last c), which a gradient op takes as arguments."""
 
 ACTIVATION_PROPERTIES = {
     "lstm": (
@@ -44,6 +45,7 @@ ACTIVATION_PROPERTIES = {
     "gru": ("update_gate_activation", "reset_gate_activation", "output_gate_activation"),
     "single_gate_rnn": ("activation",),
 }
+"""The properties of each op's descriptor that name an activation."""
 
 
 class CompareCase(NamedTuple):
@@ -80,7 +82,7 @@ class CompareCase(NamedTuple):
         if count == 1:
             return [self]
         ends = ["", *(f"_l{n}" for n in range(1, count))]
-        names = (*_WEIGHTS[1:], "secondary_bias")
+        names = (*_WEIGHTS, "secondary_bias")
         by_layer = [{name: self.arrays[name + end] for name in names if name + end in self.arrays} for end in ends]
         return [self._replace(arrays=arrays) for arrays in by_layer]
 
@@ -114,15 +116,17 @@ def draw(
     dtype: DTypeLike = np.float32,
     **descriptor: Any,
 ) -> CompareCase:
-    """Return a case of sizes (T, N, I, H) with random arrays for all arguments but those in `absent`.
+    """Return a case with random arrays for all arguments but those in `absent`.
 
-    mask_shape: the shape of the mask, where T, N, H and DH (H times the number of directions) stand for sizes.
-    weights: the standard deviation of the recurrent weights.
+    sizes: T time steps, N items of the batch, I inputs, H hidden units. mask_shape: the shape of the mask, where T, N,
+    H and DH (H times the number of directions) stand for sizes. weights: the standard deviation of the recurrent
+    weights. descriptor: the properties of the op's descriptor.
     """
     bidirectional = descriptor.get("bidirectional", False)
     lengths = dict(zip("TNIH", sizes, strict=True))
+    # A GRU has a secondary bias only if its reset comes after the product.
     absent = set(absent) | ({"secondary_bias"} if not descriptor.get("reset_after") else set())
-    shapes = layouts(GATES[op], bidirectional, "input_weight" not in absent)
+    shapes = layouts(GATES[op], bidirectional, projects="input_weight" not in absent)
     arrays = {}
     for argument in (*GRADIENTS[op], *COTANGENTS[op]):
         if argument not in absent:
@@ -132,7 +136,7 @@ def draw(
     if "mask" not in absent:
         letters = lengths | {"DH": lengths["H"] * (2 if bidirectional else 1)}
         shape = [letters[axis] if isinstance(axis, str) else axis for axis in mask_shape]
-        arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)
+        arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)  # factors below 1 and, as of a scaled dropout, above 1
     return CompareCase(name, op, descriptor, arrays)
 
 
@@ -141,14 +145,14 @@ def draw_stack(
 ) -> CompareCase:
     """Return a random case of `count` layers, where each layer's output is the source of the next layer. Its results
     are h and the gradients of source and weights."""
-    # The arrays that the cases of stacks leave out.
+    # Torch's layers have no peephole and no mask. States of stacks are left out: torch joins those of all layers.
     absent = ("peephole", "mask", "init_state", "init_cell", "state_gradient", "cell_gradient")
     case = draw(rng, op, sizes, absent=absent, **chosen)
     # The weights of layer n > 0 are added under the names of the first layer's and the ending _l1, _l2 and so on.
     T, N, _, H = sizes
     for n in range(1, count):
         upper = draw(rng, op, (T, N, case.directions * H, H), absent=absent, **chosen).layers[0].arrays
-        weights = {name: upper[name] for name in (*_WEIGHTS[1:], "secondary_bias") if name in upper}
+        weights = {name: upper[name] for name in (*_WEIGHTS, "secondary_bias") if name in upper}
         case.arrays.update({f"{name}_l{n}": array for name, array in weights.items()})
     return case
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ...engines import METAL_ENGINES, choice
+from ...engines import METAL_ENGINES
 from ...engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ...engines.choice import on
 from ...ground.child import ChildError
 from ..cases import DTYPES, hindrance
 from ..child import Runner
@@ -23,7 +24,7 @@ from . import apple, ours, torch_layer
 from .cases import RESULTS, Arrays, CompareCase
 from .files import load_case, save_arrays, save_case
 
-PYOBJC = ("Metal", "MetalPerformanceShadersGraph", "objc")
+PYOBJC = ("Metal", "MetalPerformanceShadersGraph", "objc")  # the modules of PyObjC that `apple` imports
 HOW_TO_GET = {
     "mpsgraph": "a Mac with macOS 12.3 or newer and PyObjC: pip install '.[compare]'",
     "torch-mps": "a Mac with torch, whose layers, stacks of them too, are MPSGraph's there: pip install torch",
@@ -31,6 +32,8 @@ HOW_TO_GET = {
     "fused": "a Mac: MLX has Metal only there",
     "stepwise": "a Mac: MLX has Metal only there",
 }
+"""For users: what each contender needs."""
+
 HANGS = 3  # after this number of cases that hung, a contender (an implementation) is not run again
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
@@ -92,6 +95,7 @@ def engine(word: str) -> Contender:
     engines on the current device."""
 
     def missing() -> str | None:
+        # Whether the engine runs at all: a case of sizes that every engine supports.
         return hindrance(word, (1, 1, 1, 1), mx.float32, LSTMCell()) or None
 
     def cannot_run(case: CompareCase) -> str | None:
@@ -110,8 +114,8 @@ def run_here(name: str, case: CompareCase) -> Outcome:
         return name_lists(case, *apple.run(case))
     if name in ("torch", "torch-mps"):
         return Outcome(torch_layer.run(case, "cpu" if name == "torch" else "mps"))
-    with mx.stream(mx.cpu) if name == "numpy" else choice.NOWHERE:
-        return Outcome(ours.run(case, name))
+    with on(mx.Device(mx.cpu) if name == "numpy" else None):  # None: MLX's current device
+        return Outcome(ours.run(case, engine=name))
 
 
 def in_a_child(

@@ -19,7 +19,7 @@ from .cases import COTANGENTS, GATES, GRADIENTS, RESULTS, Arrays, CompareCase
 from .ours import DESCRIPTORS, SAVED
 
 ALWAYS = ("training", "produce_cell")
-"""Properties of a descriptor that do not change the values of results."""
+"""Properties of a descriptor that do not change the values of results. Every run of a case turns them on."""
 
 
 class Dump(NamedTuple):
@@ -36,13 +36,14 @@ class Dump(NamedTuple):
         is the size of the axis. For example, the weight [4H, H] is [[G, H], [K]] with G = 4 gates. K is as large as H,
         but marks the axis that is multiplied by h[t-1], so that a transposed weight is recognised."""
         case, D = self.case, self.sizes["D"]
-        # An axis of `expected` is text such as "8H" or "N". `many` is its number of blocks of H: gates times
-        # directions.
-        expected = layouts(GATES[case.op], case.bidirectional, "input_weight" in case.arrays)
-        alike = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
+        # `layouts` has the arguments only. The results h and c have the layout of the argument cell_output_fwd, and a
+        # gradient such as dbias has that of its argument.
+        documented = layouts(GATES[case.op], case.bidirectional, projects="input_weight" in case.arrays)
+        argument = "cell_output_fwd" if name in ("h", "c") else name.removeprefix("d")
         groups = []
-        for axis in expected[alike.get(name, name.removeprefix("d") if name in self.results else name)]:
-            many = int(axis[:-1] or 1) if axis.endswith("H") else 0
+        for axis in documented[argument]:  # text such as "8H" or "N"
+            many = int(axis[:-1] or 1) if axis.endswith("H") else 0  # blocks of H: gates times directions
+            # Both directions are an axis "2" of their own, or a factor 2 in an axis such as "2H" or "8H".
             direction = axis == "2" or (D == 2 and many in (2, 2 * GATES[case.op]))
             gate = many // (2 if direction else 1) == GATES[case.op] > 1
             unit = "K" if axis == "H" and name.endswith("recurrent_weight") else "H"
@@ -79,6 +80,7 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
             same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
             words = "" if same else words_of(dumped, sizes)
 
+            # The defaults keep the values that these names have in this round of the loop.
             def to_documented(v: np.ndarray, lengths: Any = lengths, inverse: Any = inverse) -> np.ndarray:
                 return v.reshape(lengths).transpose(inverse).reshape(shape)
 
@@ -117,7 +119,8 @@ def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
 
 def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
     """Load arrays that a user saved from an app: a folder of .npy files, an .npz or a .safetensors file. Return one
-    `Dump` for each possible choice of sizes.
+    `Dump` for each possible choice of sizes. op: the op that computed them, a key of `GATES`. descriptor: JSON text of
+    the properties of the op's descriptor.
 
     Raise ValueError if an array is unknown, missing, or has a shape that no layout explains.
     """
@@ -125,13 +128,13 @@ def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
     arguments: Arrays = {}
     results: Arrays = {}
     for word, value in read(file).items():
-        name = known(word, table, f"{op} has no array")
+        name = meaning_of(word, table, f"{op} has no array")
         place = results if name in RESULTS[op] or name.startswith("d") else arguments
         if name in place:
             raise ValueError(f"{shown(word)} is there twice: it is another word for {name}")
         place[name] = value
     check_arrays(op, arguments, results)
-    return understood(CompareCase("your arrays", op, read_descriptor(op, descriptor), arguments), results)
+    return possible_dumps(CompareCase("your arrays", op, read_descriptor(op, descriptor), arguments), results)
 
 
 def read(file: str) -> Arrays:
@@ -140,7 +143,7 @@ def read(file: str) -> Arrays:
     try:
         arrays: Arrays = {}
         for part in sorted(path.glob("*.npy")) if path.is_dir() else [path]:
-            with foreign(part) as opened:
+            with foreign(part) as opened:  # limits what reading the untrusted file may cost
                 arrays |= arrays_of(opened, alone=part is path)
     except (OSError, ValueError) as error:
         text = f"{file} must be a folder of .npy files, an .npz or a .safetensors: {shown(error, 300)}"
@@ -166,22 +169,23 @@ def arrays_of(file: Foreign, alone: bool) -> Arrays:
 def names_of(op: str) -> dict[str, str]:
     """Return a dict from each name that a user may give to an op's argument or result, to the name in this package."""
     names = [*GRADIENTS[op], "mask", *COTANGENTS[op], *RESULTS[op], *(f"d{name}" for name in GRADIENTS[op])]
+    # SAVED adds the names that results of the forward op have as arguments of the gradient op: cellOutputFwd is c.
     others = {"output": "h", "output_fwd": "h"} | SAVED[op]
     return {name: name for name in names} | others
 
 
-def folded(word: str) -> str:
+def without_case(word: str) -> str:
     """Return a name in lower case without underscores, so that recurrentWeight and recurrent_weight are equal."""
     return word.replace("_", "").lower()
 
 
-def known(word: str, table: dict[str, str], problem: str) -> str:
-    """Return the argument or result that a name in a user's file stands for. For an unknown name raise ValueError
-    with the most similar names."""
-    words = {folded(other): other for other in table}
-    if folded(word) in words:
-        return table[words[folded(word)]]
-    near = [words[key] for key in difflib.get_close_matches(folded(word), words, 2, 0.5)]
+def meaning_of(word: str, table: dict[str, str], problem: str) -> str:
+    """Return the argument or result that a name in a user's file stands for. table: what each allowed name stands for.
+    For an unknown name raise ValueError, with `problem` as the first words and the most similar names."""
+    words = {without_case(other): other for other in table}
+    if without_case(word) in words:
+        return table[words[without_case(word)]]
+    near = [words[key] for key in difflib.get_close_matches(without_case(word), words, 2, 0.5)]
     spelled = [title(other) + (f" for {table[other]}" if table[other] != other else "") for other in near or table]
     raise ValueError(f"{problem} {shown(word)!r}: {'did you mean' if near else 'there are'} {', '.join(spelled)}?")
 
@@ -189,7 +193,7 @@ def known(word: str, table: dict[str, str], problem: str) -> str:
 def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
     """Return the properties of a descriptor from JSON text, with names in Apple's or in Python's spelling."""
     try:
-        content = Budget(len(text or "")).json(text or "{}")
+        content = Budget(len(text or "")).json(text or "{}")  # refuses text that is nested too deeply
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__}")
     except ValueError as error:
@@ -197,10 +201,10 @@ def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
     table = {field.name: field.name for field in fields(DESCRIPTORS[op])}
     properties = {}
     for word, value in content.items():
-        name = known(word, table, f"the descriptor of {op} has no property")
+        name = meaning_of(word, table, f"the descriptor of {op} has no property")
         properties[name] = "hard_sigmoid" if value == "hardSigmoid" else value
     check_descriptor(f"compare.{op}", DESCRIPTORS[op](**properties), DESCRIPTORS[op])
-    return {name: value for name, value in properties.items() if name not in ALWAYS}
+    return {name: value for name, value in properties.items() if name not in ALWAYS}  # ALWAYS: set in every case
 
 
 def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
@@ -219,24 +223,27 @@ def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
             raise ValueError(f"{title(name)} must be float32 or float16, as source is, but got {value.dtype}")
 
 
-def understood(case: CompareCase, results: Arrays) -> list[Dump]:
+def possible_dumps(case: CompareCase, results: Arrays) -> list[Dump]:
     """Return one `Dump` (the arrays that a user saved from an app, with sizes such as T, N and H) for each choice of
     sizes that explains the shapes of all arrays. First come the choices with which most arrays have the layouts of
     Apple's documentation. Raise ValueError if no choice fits."""
-    dumps = [dump for both in (case.bidirectional, not case.bidirectional) for dump in sized(case, results, both)]
-    fitting = [dump for dump in dumps if all(possible_layouts(dump, name, value) for name, value in shaped(dump))]
+    # Try the other number of directions, too: the user may have left out the descriptor's property `bidirectional`.
+    both = case.bidirectional
+    dumps = [*dumps_of_sizes(case, results, both), *dumps_of_sizes(case, results, not both)]
+    found = [(dump, layouts_of_arguments(dump)) for dump in dumps]
+    fitting = [(dump, by_name) for dump, by_name in found if all(by_name.values())]
     if not fitting:
         shapes = {title(name): list(value.shape) for name, value in case.arrays.items() if name != "mask"}
         reason = reason_without_sizes(case)
-        if dumps:
-            dump = dumps[0]
-            name, value = next((name, value) for name, value in shaped(dump) if not possible_layouts(dump, name, value))
+        if found:
+            dump, by_name = found[0]
+            name = next(name for name in by_name if not by_name[name])
             layout = f"{words_of(dump.groups(name), dump.sizes)} = {list(dump.shape(name))}"
-            reason = f"{title(name)} must have layout {layout}, but got {list(value.shape)}"
+            reason = f"{title(name)} must have layout {layout}, but got {list(case.arrays[name].shape)}"
         raise ValueError(f"no layout of {case.op} explains these shapes: {reason}; shapes: {shapes}")
-    return sorted(
-        fitting, key=lambda dump: sum(bool(possible_layouts(dump, name, value)[0][0]) for name, value in shaped(dump))
-    )
+    # The first possible layout of an array is the documented one, whose description is "", if that one fits.
+    fitting.sort(key=lambda entry: sum(layouts[0][0] != "" for layouts in entry[1].values()))
+    return [dump for dump, _ in fitting]
 
 
 def reason_without_sizes(case: CompareCase) -> str:
@@ -258,15 +265,15 @@ def reason_without_sizes(case: CompareCase) -> str:
     return f"{title('source')} must have an axis of {D * G * H} elements, but got {list(source.shape)}"
 
 
-def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
-    """Return the arguments that have a documented layout, as (name, array). The mask is the only argument without
-    one."""
-    return [(name, value) for name, value in dump.case.arrays.items() if name != "mask"]
+def layouts_of_arguments(dump: Dump) -> dict[str, list[Layout]]:
+    """Return the possible layouts of each argument but the mask, which alone has no documented layout."""
+    return {name: possible_layouts(dump, name, value) for name, value in dump.case.arrays.items() if name != "mask"}
 
 
-def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
+def dumps_of_sizes(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
     """Yield a `Dump` for each choice of sizes that fits the number of elements of the weights and the axes of the
-    source, the op's input. `both`: whether to assume two directions."""
+    source, the op's input. `both`: whether to assume two directions. The sizes are T steps, N items, I inputs, H units,
+    G gates, D directions; K is another name of H."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:
@@ -274,6 +281,8 @@ def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
     width = arrays["input_weight"].size // (D * G * H) if "input_weight" in arrays else D * G * H
     if both != case.bidirectional:
         case = case._replace(descriptor=case.descriptor | {"bidirectional": both})
+    # The source is [T, N, I] as documented, which is tried first, or has these axes in another order. Without an
+    # input_weight it has D G H numbers in place of I.
     seen = []
     for axis in (2, 1, 0):
         rest = [size for n, size in enumerate(arrays["source"].shape) if n != axis]

@@ -66,8 +66,9 @@ def load_golden(file: str) -> Golden:
     The checksum only detects accidents, since anybody can compute a new one. So the oracle also evaluates each case.
     """
     try:
+        # The file may come from anybody: `foreign` limits the memory, and its budget how deeply JSON is nested.
         with foreign(Path(file)) as opened:
-            arrays: dict[str, Any] = dict(read_npz(opened, text=True))
+            arrays: dict[str, Any] = dict(read_npz(opened, text=True))  # text: the description and the checksum
             sealed = str(arrays.pop("checksum"))
             meta = opened.budget.json(str(arrays["meta"]))
             if checksum(arrays) != sealed:
@@ -78,14 +79,16 @@ def load_golden(file: str) -> Golden:
 
 
 def golden_of(arrays: Arrays, meta: Any) -> Golden:
-    """Return the golden in the arrays of a file, by their keys `number/kind/name`, and in its description `meta`."""
+    """Return the golden in the arrays of a file and in its description `meta`. The keys of the arrays are
+    `number/kind/name`: a case's number, "arrays" or "results", and a name. Other keys are ignored. Raise ValueError if
+    the oracle, which evaluates every case, would take hours."""
     parts: dict[str, dict[str, Arrays]] = {}
     for key, array in arrays.items():
         number, kind, name = (*key.split("/", 2), "", "")[:3]
         parts.setdefault(number, {"arrays": {}, "results": {}}).get(kind, {})[name] = array
     cases, results, steps = [], {}, 0
     for n, entry in enumerate(meta["cases"]):
-        steps += sum(parts[str(n)]["arrays"]["source"].shape[:1])
+        steps += sum(parts[str(n)]["arrays"]["source"].shape[:1])  # 0 for a source without axes, which is refused later
         if steps > MOST_STEPS:
             raise ValueError(f"its cases must have at most {MOST_STEPS} steps together")
         case = checked_case(entry, **parts[str(n)])
@@ -113,11 +116,11 @@ def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> Comp
     case = CompareCase(name, op, read_descriptor(op, json.dumps(entry["descriptor"])), arrays)
     if any(array.dtype not in (np.float32, np.float16) for array in (arrays | results).values()):
         raise ValueError(f"the arrays of {name} must be float32 or float16")
-    if arrays["source"].size * arrays["recurrent_weight"].size > MOST_NUMBERS:
+    if arrays["source"].size * arrays["recurrent_weight"].size > MOST_NUMBERS:  # too large for the oracle
         raise ValueError(f"case {name} is too large")
     try:
         shapes = {result: array.shape for result, array in expected(case).items()}
-    except DAMAGE as error:
+    except DAMAGE as error:  # the errors that arrays of wrong shapes cause in NumPy
         raise ValueError(f"the oracle cannot compute {name}: {named(error)}") from None
     for result, array in results.items():
         if array.shape != shapes.get(result):

@@ -1,4 +1,8 @@
-"""Compute the exact results of a case with the float64 oracle, and bounds on the errors that rounding may cause."""
+"""Compute the exact results of a case (a call of an op) with the float64 oracle.
+
+fl: the arithmetic, which rounds each operation to its dtype or adds random errors. readings: keywords of `options`,
+which say how to interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`.
+"""
 
 from typing import Any
 
@@ -13,26 +17,23 @@ WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": 
 WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
 """The oracle's name for each argument of MPSGraph. For two directions, the oracle and MPSGraph use the same layouts."""
 
-OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}
-COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}
-HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
+OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}  # MPSGraph's results, and the oracle's names for them
+COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}  # of which result each is
+HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}  # slopes, and the oracle's names
 
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
-    """Return all results of a case (a call of an op) in float64 by name, in MPSGraph's layouts. `readings`: how to
-    interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`."""
+    """Return all results of a case in float64 by name, in MPSGraph's layouts."""
     return evaluated(case, Rounding(np.float64), **readings)
 
 
 def evaluated(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return all results of a case, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
-    dtype, or adds random errors. readings: as keywords, how to interpret what Apple's documentation leaves open."""
+    """Return all results of a case, one layer or a stack, computed by the oracle in the arithmetic `fl`."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
 def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return the results of one layer, computed by the oracle. `fl` is the arithmetic: it rounds each operation to its
-    dtype, or adds random errors. readings: as keywords, how to interpret what Apple's documentation leaves open."""
+    """Return the results of one layer, computed by the oracle in the arithmetic `fl`."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     found = Case(call_of(case, **readings), cotangents).results(fl)
     results = {name: found[word] for name, word in OUTPUTS.items() if word in found}
@@ -59,23 +60,36 @@ def options(
     """Convert the descriptor of a case to options of the oracle. output_peephole, hard_sigmoid, gate_order: how to
     interpret three points that Apple's documentation leaves open: which cell state gate o reads ("previous" or
     "current"), the slope of hard_sigmoid ("x/5" or "x/6"), and the gate order of an LSTM with `forget_gate_last`."""
-    d, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
+    descriptor, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
 
-    def activations(**properties: str) -> tuple[str, ...]:
-        names: list[str] = [d.get(f"{gate}activation", default) for gate, default in properties.items()]
-        return tuple(words.get(name, name) for name in names)
+    def activation(name: str, default: str) -> str:
+        """Return the oracle's name for the activation in a property of the descriptor. default: Apple's default."""
+        chosen: str = descriptor.get(name, default)
+        return words.get(chosen, chosen)
 
     if case.op == "lstm":
-        gates = {"input_gate_": "sigmoid", "forget_gate_": "sigmoid", "cell_gate_": "tanh", "output_gate_": "sigmoid"}
-        order = gate_order or ("igfo" if d.get("forget_gate_last") else "ifgo")
-        chosen = {"gate_order": order, "activations": activations(**gates, **{"": "tanh"})}
-        return chosen | {"op": "lstm", "output_peephole": output_peephole}
-    if case.op == "gru":
-        gates = {"reset_gate_": "sigmoid", "update_gate_": "sigmoid", "output_gate_": "tanh"}
-        chosen = {"gate_order": "rzn" if d.get("reset_gate_first") else "zrn", "activations": activations(**gates)}
-        return chosen | {
-            "op": "gru",
-            "reset": "after" if d.get("reset_after") else "before",
-            "flip_z": d.get("flip_z", False),
+        return {
+            "op": "lstm",
+            "gate_order": gate_order or ("igfo" if descriptor.get("forget_gate_last") else "ifgo"),
+            "activations": (
+                activation("input_gate_activation", "sigmoid"),
+                activation("forget_gate_activation", "sigmoid"),
+                activation("cell_gate_activation", "tanh"),
+                activation("output_gate_activation", "sigmoid"),
+                activation("activation", "tanh"),
+            ),
+            "output_peephole": output_peephole,
         }
-    return {"op": "rnn", "activation": activations(**{"": "relu"})[0]}
+    if case.op == "gru":
+        return {
+            "op": "gru",
+            "gate_order": "rzn" if descriptor.get("reset_gate_first") else "zrn",
+            "activations": (
+                activation("reset_gate_activation", "sigmoid"),
+                activation("update_gate_activation", "sigmoid"),
+                activation("output_gate_activation", "tanh"),
+            ),
+            "reset": "after" if descriptor.get("reset_after") else "before",
+            "flip_z": descriptor.get("flip_z", False),
+        }
+    return {"op": "rnn", "activation": activation("activation", "relu")}

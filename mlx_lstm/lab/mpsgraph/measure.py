@@ -19,12 +19,14 @@ FROM_OUTSIDE = ("mpsgraph", "torch-mps", "golden", "yours")
 
 
 class ComparisonRow(NamedTuple):
-    """The comparison of one result between two implementations.
+    """The comparison of one result between two implementations, or a call that failed.
 
-    verdict: "ok", or what is wrong. max_abs, max_rel, ulp: the largest error, absolute, relative, and in units of
-    the last place. over_bound: the largest ratio of an element's error to its bound; the result is right up to 1.
-    bound: the bound of this element. first: the index of the first value beyond its bound. step: the time step of
-    this value. by_time: `over_bound` of each time step.
+    case: the case's name. tensor: the result's name, "-" for a call that failed. pair: "implementation - reference", of
+    a call that failed the implementation alone. verdict: "ok", or what is wrong. max_abs, max_rel, ulp: the largest
+    error, absolute, relative, and in units of the last place. over_bound: the largest ratio of an element's error to
+    its bound; the result is right up to 1. bound: the bound of this element. first: the index of the first value beyond
+    its bound. step: the time step of this value. by_time: `over_bound` of each time step. note: how the shape differs
+    from the documented one.
     """
 
     case: str
@@ -47,6 +49,11 @@ class ComparisonRow(NamedTuple):
     def failed(self) -> bool:
         """Return whether the comparison found an error: its verdict is not "ok"."""
         return self.verdict != "ok"
+
+    @property
+    def is_failed_call(self) -> bool:
+        """Return whether the row says that a call failed, so that no result was compared."""
+        return self.tensor == "-"
 
 
 def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[ComparisonRow]:
@@ -96,14 +103,13 @@ def compare(
 ) -> ComparisonRow:
     """Compare a result with a reference. `bound`, the largest error allowed, is one number or one number per
     element."""
-    shape = (
-        value.shape
-    )  # as the report names it; axes of size 1 that Apple adds in front are removed for the comparison
+    shape = value.shape  # for the report; axes of size 1 that Apple adds in front are removed for the comparison
     value, note = without_leading_ones(value, reference.shape)
     found = judged(tensor, value, reference, bound, dtype)
     row = ComparisonRow(case.name, tensor, pair, found.refusal or "ok", shape, value.dtype.name, note=note)
-    if found.refusal and found.first is None:
+    if found.refusal and found.first is None:  # no element is beyond its bound: the shape or the dtype is wrong
         return row
+    # Errors beyond the bound are called "differs", as their numbers are in fields of the row.
     error, size = np.abs(value.astype(np.float64) - reference), np.abs(reference.astype(np.float64))
     ratios = np.where(np.isnan(error), np.inf, error / np.maximum(bound, np.finfo(np.float64).tiny))
     return row._replace(

@@ -29,7 +29,8 @@ def run(case: CompareCase, engine: str | None = None, **options: Any) -> Arrays:
 
 
 def run_layer(case: CompareCase, engine: str | None, **options: Any) -> Arrays:
-    """Run one layer of a case and return the results by name."""
+    """Run one layer of a case and return the results by name. The option leading_ones is for the gradient op only: it
+    names arguments whose gradients get leading axes of size 1, as Apple's op may return them."""
     arrays = {name: mx.array(array) for name, array in case.arrays.items()}
     descriptor = make_descriptor(case)
     inputs = {name: array for name, array in arrays.items() if name not in COTANGENTS[case.op]}

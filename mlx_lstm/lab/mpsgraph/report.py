@@ -45,8 +45,8 @@ def card_text(card: dict[str, str]) -> str:
 
 def summary_text(rows: Sequence[ComparisonRow], cases: int) -> str:
     """Return the verdict of all comparisons as one line of text."""
-    differ = sum(row.failed and row.tensor != "-" for row in rows)
-    failed = sum(row.tensor == "-" for row in rows)
+    differ = sum(row.failed and not row.is_failed_call for row in rows)
+    failed = sum(row.is_failed_call for row in rows)
     words = [f"{differ} differ{'s' if differ == 1 else ''}" if differ else ""]
     words += [f"{failed} call{'s' if failed > 1 else ''} failed" if failed else ""]
     verdict = ", ".join(word for word in words if word) or "all agree"
@@ -57,8 +57,8 @@ def pairs_text(rows: Sequence[ComparisonRow]) -> str:
     """Return one line of text for each pair of implementations: the number of comparisons, how many differ, and the
     worst one."""
     lines = [["pair", "comparisons", "differ", "error/bound", "worst"]]
-    for pair in dict.fromkeys(row.pair for row in rows if row.tensor != "-"):
-        mine = [row for row in rows if row.pair == pair and row.tensor != "-"]
+    for pair in dict.fromkeys(row.pair for row in rows if not row.is_failed_call):
+        mine = [row for row in rows if row.pair == pair and not row.is_failed_call]
         worst = max(mine, key=severity)
         differ = str(sum(row.failed for row in mine))
         lines.append([pair, str(len(mine)), differ, figure(worst.over_bound), f"{worst.tensor} of {worst.case}"])
@@ -70,8 +70,8 @@ def failures_text(rows: Sequence[ComparisonRow]) -> str:
     comes a table of the results that differ, with a row for each tensor and pair of implementations: the number of
     cases, the worst case with its error, and the place of its first wrong value."""
     lines = []
-    for pair in dict.fromkeys(row.pair for row in rows if row.tensor == "-"):
-        failed = [row for row in rows if row.pair == pair and row.tensor == "-"]
+    for pair in dict.fromkeys(row.pair for row in rows if row.is_failed_call):
+        failed = [row for row in rows if row.pair == pair and row.is_failed_call]
         texts = {brief(row.verdict) for row in failed}
         others = f", {len(texts) - 1} other messages" if len(texts) > 1 else ""
         lines.append(f"{pair} failed in {len(failed)} cases{others}; first in {failed[0].case}:")
@@ -82,7 +82,7 @@ def failures_text(rows: Sequence[ComparisonRow]) -> str:
     wrong = {(row.case, row.tensor, row.pair.split(" - ")[0]) for row in rows if row.failed and "oracle" in row.pair}
     for row in rows:
         told = "oracle" not in row.pair and any((row.case, row.tensor, one) in wrong for one in row.pair.split(" - "))
-        if row.failed and row.tensor != "-" and not told:
+        if row.failed and not row.is_failed_call and not told:
             found.setdefault((row.pair, row.tensor), []).append(row)
     differing = [["tensor", "pair", "cases", "worst", "error/bound", "max abs", "verdict", "first at", "step"]]
     for (pair, tensor), group in found.items():
@@ -144,8 +144,8 @@ def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None
 
     longest = max((len(row.by_time) for row in rows), default=0)
     shown = [row for row in rows if row.by_time and len(row.by_time) == longest]
-    cases = list(dict.fromkeys(row.case for row in shown))[:4]
-    pairs = list(dict.fromkeys(row.pair for row in rows if row.tensor != "-"))
+    cases = list(dict.fromkeys(row.case for row in shown))[:4]  # at most four, for the size of the picture
+    pairs = list(dict.fromkeys(row.pair for row in rows if not row.is_failed_call))
     colors = {pair: f"C{n}" for n, pair in enumerate(pairs)}
     drawing = Figure(figsize=(16, 4.5 + 3.2 * len(cases)), layout="constrained")
     parts = drawing.subfigures(1 + len(cases), 1, squeeze=False, height_ratios=[4.5, *[3.2] * len(cases)])[:, 0]
@@ -168,7 +168,7 @@ def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None
 def bars(axis: Any, rows: Sequence[ComparisonRow], colors: dict[str, str]) -> None:
     """Draw the worst ratio of error to bound of each tensor: one bar per pair of implementations, with its value
     above."""
-    tensors = list(dict.fromkeys(row.tensor for row in rows if row.tensor != "-"))
+    tensors = list(dict.fromkeys(row.tensor for row in rows if not row.is_failed_call))
     for n, (pair, color) in enumerate(colors.items()):
         worst = {}
         for row in (row for row in rows if row.pair == pair and not math.isnan(row.over_bound)):

@@ -37,11 +37,12 @@ def run(case: CompareCase, device: str) -> Arrays:
     source = torch.tensor(case.arrays["source"], device=device, requires_grad=True)
     states = {name: state(case, name, device) for name in ("init_state", "init_cell")}
     initial = [value for name, value in states.items() if case.op == "lstm" or name == "init_state"]
-    one = len(case.layers) == 1
-    h, last = layer(source, *([tuple(initial) if case.op == "lstm" else initial[0]] if one else []))
+    # A stack's cases have no initial states; torch's layer then begins with zeros.
+    one_layer = len(case.layers) == 1
+    h, last = layer(source, *([tuple(initial) if case.op == "lstm" else initial[0]] if one_layer else []))
     ends = list(last) if case.op == "lstm" else [last]
     outputs, cotangents = [h], [torch.tensor(case.arrays["source_gradient"], device=device)]
-    for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):
+    for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):  # a GRU and an RNN have no cell
         if name in case.arrays:
             outputs.append(end)
             cotangents.append(state(case, name, device).detach())
@@ -49,9 +50,11 @@ def run(case: CompareCase, device: str) -> Arrays:
     results = {"h": h, "dsource": source.grad}
     for n in range(len(case.layers)):
         results |= gradients_of_layer(case, layer, n)
-    results |= {f"d{name}": side_by_side(value.grad) for name, value in states.items() if value.grad is not None}
-    names = [name for name in case.results if name in results]
-    return {name: as_numpy(results[name]) for name in names}
+    for name, value in states.items():
+        if value.grad is not None:
+            results[f"d{name}"] = torch.cat(list(value.grad), dim=-1)  # [D, N, H] becomes [N, D H]
+    names = [name for name in case.results if name in results]  # in the order of the op
+    return {name: results[name].detach().cpu().numpy() for name in names}
 
 
 def make_layer(case: CompareCase) -> Any:
@@ -59,18 +62,18 @@ def make_layer(case: CompareCase) -> Any:
     bias."""
     import torch
 
-    layers, H, zeros_like = case.layers, case.hidden, case.arrays["source"].dtype
+    layers, H, dtype = case.layers, case.hidden, case.arrays["source"].dtype
     biased = any("bias" in name for name in case.arrays)
     options = {"bidirectional": case.bidirectional, "bias": biased, "num_layers": len(layers)}
     if case.op == "single_gate_rnn":
         options["nonlinearity"] = case.descriptor.get("activation", "relu")
     kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "single_gate_rnn": torch.nn.RNN}[case.op]
-    layer = kind(case.arrays["source"].shape[-1], H, **options, dtype=getattr(torch, zeros_like.name))
+    layer = kind(case.arrays["source"].shape[-1], H, **options, dtype=getattr(torch, dtype.name))
     rows = GATES[case.op] * H
     for n, arrays in enumerate(one.arrays for one in layers):
-        zeros = np.zeros(rows * case.directions, zeros_like)
+        zeros = np.zeros(rows * case.directions, dtype)
         secondary = zeros.copy().reshape(case.directions, rows)
-        if "secondary_bias" in arrays:
+        if "secondary_bias" in arrays:  # of the candidate, which is the last of a GRU's three gates
             secondary[:, 2 * H :] = arrays["secondary_bias"].reshape(case.directions, H)
         values = {"weight_ih": arrays["input_weight"], "weight_hh": arrays["recurrent_weight"].reshape(-1, H)}
         values |= {"bias_ih": arrays.get("bias", zeros), "bias_hh": secondary.reshape(-1)}
@@ -100,23 +103,11 @@ def gradients_of_layer(case: CompareCase, layer: Any, n: int) -> dict[str, Any]:
 
 
 def state(case: CompareCase, name: str, device: str) -> Any:
-    """Return a state [N, D H] of the case in torch's layout [D, N, H]. If the case has no such state, return zeros
-    that need no gradient."""
+    """Return a state [N, D H] of the case (N items, D directions, H units) in torch's layout [D, N, H]. If the case has
+    no such state, return zeros that need no gradient."""
     import torch
 
     N, width = case.arrays["source"].shape[1], case.directions * case.hidden
     array = case.arrays.get(name, np.zeros((N, width), case.arrays["source"].dtype))
     stacked = np.stack(np.split(array, case.directions, axis=-1))
     return torch.tensor(stacked, device=device, requires_grad=name in case.arrays)
-
-
-def side_by_side(value: Any) -> Any:
-    """Convert a tensor from [D, N, H] to [N, D H]. Sizes: D directions, N batch items, H units."""
-    import torch
-
-    return torch.cat(list(value), dim=-1)
-
-
-def as_numpy(value: Any) -> np.ndarray:
-    """Return a tensor of any device as a NumPy array."""
-    return value.detach().cpu().numpy()

@@ -45,7 +45,7 @@ def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, 
 
 def plot(file: str, groups: Sequence[Sequence[Measurement]], card: dict[str, str]) -> None:
     """Plot the time of each implementation relative to the first reference: bars on a logarithmic axis, one panel
-    per pass."""
+    per pass. groups: the measurements of each size and pass. card: the description of the machine."""
     import matplotlib
 
     matplotlib.use("Agg")

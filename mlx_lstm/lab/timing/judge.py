@@ -43,6 +43,7 @@ def judge_layer(
     exact, bounds = judge.exact, widest(judge.bounds)
     if first is not numbers:
         exact = evaluate_in_parts(numbers, backward=backward)
+    # The bounds of weights' gradients grow as T sqrt(T) from the first part on, and by u sqrt(T): see the head.
     stored, growth = float_of(dtype).eps / 2 * np.sqrt(T), (T / len(first["dh"])) ** 1.5
     for name in (name for name in exact if name.startswith(("dW", "db"))):
         bounds[name] = growth * bounds[name] + SAFETY * stored * largest(exact[name])
@@ -51,7 +52,7 @@ def judge_layer(
 
 def evaluate_lstm(numbers: Tensors, fl: Rounding, *, backward: bool) -> Tensors:
     """Return the results of an LSTM by name: h, and with `backward` also dx, dWx, dWh, db. If the inputs contain the
-    states h0 and c0, hT and cT are added, and with `backward` dh0 and dc0."""
+    states h0 and c0, hT and cT are added, and with `backward` dh0 and dc0. fl: how operations round."""
     call = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "h0", "c0") if name in numbers}
     cotangents = {name: numbers[f"d{name}"] for name in ("h", "hT", "cT") if backward and f"d{name}" in numbers}
     unwanted = ("c", "gates") if "h0" in numbers else ("c", "gates", "hT", "cT")

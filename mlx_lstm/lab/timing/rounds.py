@@ -41,9 +41,9 @@ class Measurement(NamedTuple):
     status: str
     verdict: Verdict | None = None
     rounds: tuple[tuple[float, ...], ...] = ()  # seconds of the runs in each turn
-    peak: int | None = None
-    mlx_peak: int | None = None
-    threads: int | None = None
+    peak: int | None = None  # bytes of the process that its first run needed besides its inputs
+    mlx_peak: int | None = None  # the same as MLX counts it
+    threads: int | None = None  # as the framework reports them
     idle_cpu: float = 0.0  # fraction of a core used while the process should have been idle
     disturbed: int = 0  # turns in which other processes used more than QUIET cores
     builds: tuple[float, ...] = ()  # seconds of each run in which a graph was built; empty without a graph
@@ -122,7 +122,8 @@ def measure(
 ) -> list[Measurement]:
     """Check the results of `tasks`, then time them in turns: in each round every task runs once for a while. All
     tasks must have the same size and the same pass (forward or backward). With rounds = 0 only check the results and
-    measure the memory."""
+    measure the memory. seconds: how long each task is timed, all rounds together. patience: the most seconds to wait
+    before a turn until other processes are quiet."""
     progress = progress or Progress()  # a Progress that is not entered by `with` prints nothing
     rows: dict[Task, Measurement] = {}
     plans: dict[Task, Plan] = {}
@@ -140,6 +141,7 @@ def measure(
                 plans[task] = plan(seconds, rounds, once)
                 turn_seconds[task] = max(plans[task].seconds + plans[task].warmups * once, once)
         for number in range(rounds):
+            # Every second round goes backwards, so that no task is always first.
             due = [task for task in plans if number < plans[task].turns and not rows[task].failed]
             for task in due if number % 2 == 0 else reversed(due):
                 left = sum(turn_seconds[one] * (plans[one].turns - len(rows[one].rounds)) for one in plans)
@@ -192,7 +194,7 @@ def limit_of(task: Task) -> float:
 def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Measurement:
     """Time an implementation for one more turn. Return the measurement with the new times added."""
     wait_until_quiet(patience)
-    wall, busy = time.perf_counter(), busy_seconds()
+    wall, busy = time.perf_counter(), busy_seconds()  # busy: CPU time of all processes
     try:
         limit = plan.seconds + limit_of(row.task)
         answer = child.ask(limit, do="time", seconds=plan.seconds, warmups=plan.warmups)
@@ -224,6 +226,7 @@ def busy_seconds() -> float:
     from this machine. Without /proc/stat return 0."""
     try:
         with open("/proc/stat") as file:
+            # The two values left out are the time without work and the time of waiting for a disk.
             user, nice, kernel, _, _, *others = map(int, file.readline().split()[1:9])
     except OSError:
         return 0.0

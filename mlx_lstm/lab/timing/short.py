@@ -52,7 +52,7 @@ def measure_sizes(
         judge = judge_layer(draw(size, "float32"), "float32", backward=True)
         able = [word for word in engines if not hindrance(word, size, DTYPES["float32"], LSTMCell(), device=device)]
         for which in PASSES:
-            pairs = [("mlx", "-"), *(("ours", engine) for engine in able)]
+            pairs = [("mlx", "-"), *(("ours", engine) for engine in able)]  # "-": mlx.nn.LSTM has no engines
             tasks = [Task(*pair, size, which, "float32", device) for pair in pairs if pair[1] not in hung]
             rows = measure(tasks, judge, seconds=SECONDS, rounds=ROUNDS, patience=QUIET, progress=progress)
             hung |= {row.task.engine for row in rows if row.hung}

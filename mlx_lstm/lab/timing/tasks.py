@@ -44,7 +44,7 @@ def size_option(text: str) -> Size:
 
 
 SIZES = (Size(64, 32, 128, 128), Size(128, 32, 256, 256), Size(100, 1, 512, 512), Size(64, 64, 512, 512))
-MEMORY_SIZE = Size(1024, 32, 128, 128)
+MEMORY_SIZE = Size(1024, 32, 128, 128)  # the default of `bench --memory`
 
 
 class Task(NamedTuple):
@@ -57,7 +57,8 @@ class Task(NamedTuple):
     dtype: str = "float32"
     device: str = "cpu"  # device of the MLX contenders
     case: str = "lstm"  # one of cases.CASES
-    every: int | str | None = None  # `checkpoint_every` of our contender
+    # `checkpoint_every` of our contender: save the states of every so many steps only, or "auto"; None saves all.
+    every: int | str | None = None
 
 
 class Work(NamedTuple):

@@ -18,7 +18,7 @@ from ...cases import DTYPES
 from ..judge import judge_layer
 from ..tasks import Contender, Size, Task, Work
 
-SIZES = tuple(Size(T, 32, H, H) for T in (64, 256) for H in (128, 256, 512))
+SIZES = tuple(Size(T, B=32, I=H, H=H) for T in (64, 256) for H in (128, 256, 512))
 FORGET_BIAS = 1.0
 ICFO = "igfo"  # TensorFlow calls this gate order icfo (its c is our g)
 Op = Callable[..., Any]

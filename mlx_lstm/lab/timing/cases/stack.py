@@ -1,7 +1,8 @@
 """The benchmark cases `cudnn_lstm` and `cudnn_gru`: two bidirectional layers, LSTM or GRU, with two biases each,
 `mlx_lstm.cudnn` against torch on the CPU.
 
-The names of arrays end as in torch, to say the layer and direction: "_l0", "_l0_reverse", "_l1", "_l1_reverse".
+The names of arrays end as in torch, to say the layer and direction: "_l0", "_l0_reverse", "_l1", "_l1_reverse". `fl` is
+the arithmetic of the float64 oracle, a `Rounding`: fl(value) rounds the result of one operation to its dtype.
 """
 
 from functools import partial
@@ -21,6 +22,7 @@ from .lstm import drawn, in_mlx, in_torch
 SIZES = (Size(128, 32, 128, 128), Size(64, 16, 256, 256))
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell()}
 SUFFIXES = (("_l0", "_l0_reverse"), ("_l1", "_l1_reverse"))
+"""The endings of the arrays' names: for each layer those of both directions."""
 ALL = tuple(suffix for suffixes in SUFFIXES for suffix in suffixes)
 NAMES = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "bh": "bias_hh"}
 """The weights of a direction, with torch's names."""
@@ -54,6 +56,8 @@ def judge_stack(cell: str, numbers: Tensors, dtype: str, *, backward: bool) -> J
 def evaluate(cell: str, numbers: Tensors, fl: Rounding, *, backward: bool) -> Tensors:
     """Return h [T, B, 2H] of the upper layer and, with `backward`, dx and dWx, dWh, db, dbh by layer and direction."""
     lower, upper = (layer(cell, numbers, suffixes, fl) for suffixes in SUFFIXES)
+    # `evaluate_case` returns (outputs, gradients) of a layer. The gradient of the upper layer's x is that of the lower
+    # layer's h.
     upper["x"] = evaluate_case(lower | {"x": numbers["x"]}, None, fl)[0]["h"]
     outputs, above = evaluate_case(upper, {"h": numbers["dh"]} if backward else None, fl)
     results = {"h": outputs["h"]}
@@ -66,13 +70,14 @@ def evaluate(cell: str, numbers: Tensors, fl: Rounding, *, backward: bool) -> Te
 
 
 def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Rounding) -> Tensors:
-    """Return the arguments for the float64 oracle of one layer, without x. The two biases are added, except the
-    recurrent bias of a GRU's candidate, which stays separate."""
+    """Return the arguments for the float64 oracle of one layer, without x. The two biases [2 directions, G H] are
+    added, except the recurrent bias of a GRU's candidate, which stays separate. This sum is an operation, so it is
+    rounded."""
     both = {name: [numbers[name + suffix] for suffix in suffixes] for name in NAMES}
     b, bh = (np.stack(both[name]).astype(np.float64) for name in ("b", "bh"))
     case = {"op": cell, "bidirectional": True, "Wx": np.concatenate(both["Wx"]), "Wh": np.stack(both["Wh"])}
     if cell == "gru":
-        candidate = 2 * bh.shape[1] // 3
+        candidate = 2 * bh.shape[1] // 3  # where the candidate, the last of three gates, begins
         case["bhn"] = bh[:, candidate:].ravel()
         bh = np.concatenate([bh[:, :candidate], 0 * bh[:, candidate:]], axis=1)
     return case | {"b": fl(b + bh).ravel()}
@@ -83,7 +88,7 @@ def gradients_by_direction(gradients: Tensors, suffixes: tuple[str, str]) -> Ten
     named = {}
     for d, suffix in enumerate(suffixes):
         dWx, db = (np.split(gradients[name], 2)[d] for name in ("Wx", "b"))
-        dbh = db
+        dbh = db  # the gradients of two biases that are added are equal, except for the candidate of a GRU
         if "bhn" in gradients:
             dbhn = np.split(gradients["bhn"], 2)[d]
             dbh = np.concatenate([db[: -len(dbhn)], dbhn])

@@ -68,8 +68,8 @@ def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors
     frames = [mx.array(x).astype(DTYPES[task.dtype]) for x in steps]
     zeros = tuple(mx.zeros(state, DTYPES[task.dtype]) for _ in range(2))
     mx.eval(layer.parameters(), frames, zeros)
-    # `streamed` makes h a NumPy array by the fourth argument, which has no bfloat16, and waits for results by the last.
-    return streamed(frames, call, zeros, lambda h: np.array(h.astype(mx.float32)), task, mx.eval)
+    # astype: NumPy has no bfloat16.
+    return streamed(frames, call, zeros, lambda h: np.array(h.astype(mx.float32)), task, wait=mx.eval)
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
@@ -82,12 +82,12 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
         hidden, cell = layer.step(frame, *state)
         return hidden, (hidden, cell)
 
-    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, None)
+    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, axis=None)
 
 
 def prepare_stepper(numbers: Tensors, task: Task) -> Work:
     """Return a stepper of `mlx_lstm.nn.LSTM`, ready to be timed. A stepper keeps its states inside, so it is reset
-    before each run."""
+    before each run. It is made once, at the first run, so that the time of making it is not measured."""
     from mlx_lstm.nn import LSTM, Stepper
 
     layer = LSTM(task.size.I, task.size.H)
@@ -99,7 +99,7 @@ def prepare_stepper(numbers: Tensors, task: Task) -> Work:
             made[0].reset()
         return made[0](frame), ()
 
-    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, None)
+    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, axis=None)
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
@@ -113,7 +113,7 @@ def prepare_mlx(numbers: Tensors, task: Task) -> Work:
         hidden, cell = layer(frame, *state)
         return hidden, (hidden[:, -1], cell[:, -1])
 
-    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, 1)
+    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, axis=1)
 
 
 def mlx_weights(numbers: Tensors) -> Tensors:
@@ -132,7 +132,8 @@ def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
     from mlx_lstm.torch import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
-    return in_mlx(layer, torch_weights(numbers), layer, (1, task.size.B, task.size.H), numbers, task, 0)
+    state = (1, task.size.B, task.size.H)  # as torch's states, with an axis for layers and directions first
+    return in_mlx(layer, torch_weights(numbers), layer, state, numbers, task, axis=0)
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
