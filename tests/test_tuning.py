@@ -26,7 +26,8 @@ from mlx_lstm.engines.tuning import PREDICTED, Table
 from mlx_lstm.ground import machine
 from mlx_lstm.lab.timing.tasks import Size
 
-TINY = Grid(units=(3,), batches=(9,), dtypes=("float32", "float16"), steps=2, checked=2, turns=1, seconds=0.0)
+# Two batch sizes that use the same kernels.
+TINY = Grid(units=(3,), batches=(9, 10), dtypes=("float32", "float16"), steps=2, checked=2, turns=1, seconds=0.0)
 ENGINES = {"float32": {1: ((4, "stepwise"), (8, "fused")), 16: ((8, "ops"),)}}
 
 
@@ -229,7 +230,7 @@ def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert f"written to {own_cache}: it counts on this machine" in printed and "float16 B = 9 H = 3:" in printed
     content = json.loads(own_cache.read_text())
-    assert content["machine"] == tuning.machine() and len(content["measured"]) == 2
+    assert content["machine"] == tuning.machine() and len(content["measured"]) == 2 * 2
     for point in content["measured"]:
         assert point["fused"] > 0 and point["stepwise"] > 0 and point["engine"] in ("fused", "stepwise")
     table = tuning.current()
