@@ -77,7 +77,7 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
         list: kernel [I, 4H], recurrent_kernel [H, 4H] and, if given, bias [4H].
     """
     check_ours("lstm_to_keras", 4, Wx, Wh, {"b": b})  # 4 gates
-    return into_keras(LSTMCell(), Wx, Wh, b, None)  # None: bhn, which only a GRU has
+    return into_keras(LSTMCell(), Wx, Wh, b, bhn=None)
 
 
 def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[
         list: kernel [I, H], recurrent_kernel [H, H] and, if given, bias [H].
     """
     check_ours("rnn_to_keras", 1, Wx, Wh, {"b": b})  # 1 gate
-    return into_keras(RNNCell(), Wx, Wh, b, None)  # None: bhn, which only a GRU has
+    return into_keras(RNNCell(), Wx, Wh, b, bhn=None)
 
 
 def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Sequence[Any]) -> dict[str, Any]:

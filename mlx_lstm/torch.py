@@ -88,16 +88,16 @@ def __getattr__(name: str) -> Any:
         text = "pad each array by mx.pad, join them by mx.stack, and pass lengths= to the layer"
         text = "output[n, : lengths[n]] of a batch-first output is sequence n" if name.startswith("un") else text
         raise AttributeError(f"mlx_lstm.torch has no {name}: {text}", name=name)
-    raise missing("mlx_lstm.torch", name, ())
+    raise missing("mlx_lstm.torch", name, names=())  # no names: none is spelled in two ways
 
 
 class Layers(Advised):
     """Base class of `LSTM`, `GRU` and `RNN`, with PyTorch's parameter names. It checks the arguments and runs the
-    layers one after another."""
+    layers one after another. `Advised`: a method that only torch has raises an error that names ours."""
 
     gates: int  # number of gates: a weight matrix has H rows for each gate
-    engine: Engine | None  # the engine that the user forces, or None
-    checkpoint_every: int | str | None
+    engine: Engine | None  # "fused", "stepwise", "numpy" or "ops" if the user forces one, else None
+    checkpoint_every: int | str | None  # in training save the states of every n-th step only; n, or "auto"
     nonlinearity: str  # the activation of a plain RNN
     engine_used = engine_used  # a property: the engine that ran in the latest call, which `run` stores
 
@@ -111,8 +111,8 @@ class Layers(Advised):
         dropout: float,
         bidirectional: bool,
         proj_size: int,
-        checkpoint_every: int | str | None,
-        engine: Engine | None,
+        checkpoint_every: int | str | None,  # in training save the states of every n-th step only; n, or "auto"
+        engine: Engine | None,  # the engine that the user forces
     ):
         """Check the options, and draw random parameters. `LSTM` describes the arguments."""
         super().__init__()
@@ -120,7 +120,7 @@ class Layers(Advised):
         self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
         self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.num_layers: int = check_integer(self.op, "num_layers", num_layers, least=1)
-        if self.num_layers > MOST_LAYERS:
+        if self.num_layers > MOST_LAYERS:  # a mistyped number, whose parameters would fill the memory
             fail(self.op, f"num_layers must be at most {MOST_LAYERS}", num_layers)
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             check_flag(self.op, name, flag)
@@ -189,8 +189,9 @@ class Layers(Advised):
         keep: mx.array | None,
         hold: Hold,
     ) -> tuple[Input, Arrays]:
-        """Run all layers, as `run` does, on an array or on a packed sequence. The output is packed like the input. The
-        arguments are those of `run`; with a packed sequence `lengths`, `keep` and `hold` must be None."""
+        """Run all layers, as `run` does, on an array or on a packed sequence. The output is packed like the input. key:
+        the random key of dropout. With a packed sequence these must be None: `lengths`, `keep` (factors on the states
+        before each step) and `hold` (steps that leave the states as they are)."""
         if not isinstance(input, PackedSequence):
             return self.run(cell, input, states, lengths, key, keep, hold)
         for name, value in {"lengths": lengths, "keep": keep, "hold": hold}.items():
@@ -293,7 +294,7 @@ class Layers(Advised):
             ValueError: the layer is bidirectional, or the call is inside a transformation of MLX.
         """
         op = f"{self.op}.stepper"
-        class_of(op, "the layer", self)
+        class_of(op, "the layer", self)  # raises an error for a subclass that may compute something else
         if self.bidirectional:
             fail(op, "bidirectional must be False, because the reverse direction starts at the end of the input,", True)
 
@@ -367,7 +368,8 @@ class Layers(Advised):
         method and returns a weight as `Quantized`."""
         array: Any = self.get(name)
         if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
-            check_array(self.op, name, getattr(self, name, array), ())  # raises the error
+            array = getattr(self, name, array)
+            check_array(self.op, name, array, shape=None)  # raises the error
         return array
 
     def with_one_bias(self, arrays: dict[str, Any], run_small: Run) -> dict[str, Any]:
@@ -436,10 +438,10 @@ class LSTM(Layers):
             single layer. Default: 0.
         bidirectional (bool): whether a second direction runs from the end to the start. Default: `False`.
         proj_size (int): width of a projected h, less than `hidden_size`; 0 for none. Default: 0.
-        checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
-            other steps again for the gradient, as in `mlx_lstm.lstm`. Also an attribute. Default: `None`, save all.
-        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Also an attribute. Default: the best for the
-            stream's device.
+        checkpoint_every (int or str, optional): in training, save the states of every n-th step only (n or `"auto"`)
+            and compute the others again, as in `mlx_lstm.lstm`. Also an attribute. Default: `None`, save all.
+        engine (str, optional): force an engine, `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`, as in `mlx_lstm.lstm`.
+            Also an attribute. Default: the best for the stream's device.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -535,8 +537,8 @@ class GRU(Layers):
         input_size, hidden_size, num_layers (int): the size I of the features, the size H of the state, the number of
             layers K.
         bias, batch_first, dropout, bidirectional: as in `torch.nn.GRU`; `LSTM` here describes them, too.
-        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
-        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
+        checkpoint_every (int or str, optional): in training, save the states of every n-th step only; n or `"auto"`.
+        engine (str, optional): force `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`. Default: the best for the device.
 
     Example:
         >>> import mlx.core as mx
@@ -610,8 +612,8 @@ class RNN(Layers):
         nonlinearity (str): the function s in the formula, `"tanh"` or `"relu"`. Default: `"tanh"`.
         bias, batch_first, dropout, bidirectional: whether there are biases, whether input and output have the batch
             first, the probability of dropout between layers, and whether there is a second direction, as in `LSTM`.
-        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
-        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
+        checkpoint_every (int or str, optional): in training, save the states of every n-th step only; n or `"auto"`.
+        engine (str, optional): force `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`. Default: the best for the device.
 
     Example:
         >>> import mlx.core as mx
@@ -764,7 +766,8 @@ class Cell(Layers):
         arrays["x"] = run_small(methodcaller("reshape", (1, -1, self.input_size)), input)  # [1, N, I]: one step
         call = Call(cell, engine=self.engine, op=self.op)
         outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
-        vars(self)["_engine_used"] = choice  # for the property `engine_used`
+        # choice: which engine ran, for the property `engine_used`. In `vars`, as an entry of a module is a parameter.
+        vars(self)["_engine_used"] = choice
         last = {name: outputs[f"{name}T"] for name in states}
         return last if batched else {name: run_small(itemgetter(0), state) for name, state in last.items()}
 
@@ -779,7 +782,7 @@ class LSTMCell(Cell):
     Args:
         input_size, hidden_size (int): the sizes I of the features and H of the states.
         bias (bool): whether there are biases. Default: `True`.
-        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
+        engine (str, optional): force `"fused"`, `"stepwise"`, `"numpy"` or `"ops"`. Default: the best for the device.
 
     Example:
         >>> import mlx.core as mx

@@ -149,10 +149,15 @@ def test_lists_of_another_length_are_reported(tmp_path, recorder, monkeypatch):
     assert code == 1 and report["rows"][0]["verdict"].startswith("returned lists of 2 and 4, not [h, c, z_state] and")
 
 
-def test_every_case_on_linux(tmp_path, capsys):
+FEW = (" mask", "bi, no bias", "uni, peephole", "everything", "m: 64 steps", "float16", "flip z", "m: 2 layers", "PyT")
+"""Parts of the names of the cases that a default test compares. They have every op, direction, dtype and array."""
+
+
+@pytest.mark.parametrize("chosen", [["--cases", *FEW], pytest.param([], marks=pytest.mark.slow)], ids=["few", "all"])
+def test_every_case_on_linux(chosen, tmp_path, capsys):
     """On Linux, the CPU engines and torch agree with the float64 oracle in all cases. The report names the
     contenders (implementations to compare) that can run only on a Mac."""
-    code, report = run(tmp_path, "--plot", str(tmp_path / "errors.png"))
+    code, report = run(tmp_path, "--plot", str(tmp_path / "errors.png"), *chosen)
     pairs = {row["pair"] for row in report["rows"]}
     assert code == 0 and {"numpy - oracle", "ops - oracle"} <= pairs
     assert ("torch - oracle" in pairs) == (importlib.util.find_spec("torch") is not None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_lstm.compare import __main__ as command
-from mlx_lstm.compare.forms import preactivations, predicted
+from mlx_lstm.compare.forms import preactivations, predicted, side_by_side
 from mlx_lstm.lab.mpsgraph import judge
 from mlx_lstm.lab.mpsgraph.cases import draw
 from mlx_lstm.oracle.arithmetic import Rounding
@@ -101,6 +101,38 @@ def test_what_fits_is_named(tmp_path, capsys, name):
     assert code == 1 and text.splitlines()[1].startswith("fits: all 9 results agree") and words in text
 
 
+def exchanged(array, axis):
+    return np.concatenate(np.split(array, 2, axis)[::-1], axis)
+
+
+def masked(shape):
+    """Return the arrays of a bidirectional LSTM with a mask of this shape, and its results h and c. The mask [2, N, H]
+    has a half for each direction."""
+    absent = ("peephole", "init_state", "init_cell")
+    case = draw(np.random.default_rng(0), "lstm", (2, 3, 5, 6), absent=absent, mask_shape=shape, bidirectional=True)
+    results = judge.expected(side_by_side(case) if shape == (2, "N", "H") else case)
+    arrays = {name: value.astype(np.float32) for name, value in (case.arrays | results).items()}
+    return {name: arrays[name] for name in ("source", "recurrent_weight", "input_weight", "bias", "mask", "h", "c")}
+
+
+def test_a_mask_of_two_directions(tmp_path, capsys):
+    """Float64 cannot compare with this mask as it is; only its other reading can be compared."""
+    code, text = told(tmp_path, capsys, masked((2, "N", "H")), "--descriptor", '{"bidirectional": true}')
+    assert code == 1 and "fits: all 2 results agree" in text and "if the mask is [2, N, H] (E:mask)" in text
+    assert "yours failed in 1 case; first in your arrays:\n  not compared, as float64 cannot run" in text
+
+
+def test_the_reverse_direction_first_in_arguments_and_results(tmp_path, capsys):
+    arrays = masked(("N", "DH"))
+    for name, axis in {"recurrent_weight": 0, "input_weight": 0, "bias": 0, "mask": 1, "h": 2, "c": 2}.items():
+        arrays[name] = exchanged(arrays[name], axis)
+    code, text = told(tmp_path, capsys, arrays, "--descriptor", '{"bidirectional": true}')
+    assert code == 1 and text.splitlines()[1].startswith("fits: all 2 results agree")
+    assert (
+        "if the reverse direction of all arguments comes first" in text and "are in the order reverse, forward" in text
+    )
+
+
 def test_batch_first_by_h_alone(tmp_path, capsys):
     arrays = without(dumped(absent=("mask", "peephole", "init_state", "init_cell")), *BACK, "zState")
     del arrays["c"]
@@ -120,15 +152,13 @@ def test_open_readings(tmp_path, capsys):
 
 
 def test_a_hard_sigmoid_of_another_slope(tmp_path, capsys):
-    """It is tried where the descriptor has a hard_sigmoid, and only there."""
+    """It is tried where the descriptor has a hard_sigmoid, and only there: see the next tests."""
     gates = {"forget_gate_activation": "hard_sigmoid"}
     arrays = dumped(readings={"hard_sigmoid": "x/6"}.items(), **gates)
     descriptor = ("--descriptor", json.dumps(gates))
     code, text = told(tmp_path, capsys, arrays, *descriptor)
     assert code == 1 and re.search(r"fits: all 9 results agree \(.*\) if hard_sigmoid has the slope 1/6", text)
     assert told(tmp_path, capsys, dumped(**gates), *descriptor)[0] == 0
-    arrays = dumped()
-    assert "hard_sigmoid" not in told(tmp_path, capsys, arrays | {"dbias": arrays["dbias"] + 1})[1]
 
 
 def test_gru_of_another_flavour(tmp_path, capsys):
@@ -157,9 +187,11 @@ def test_other_words_for_h(tmp_path, capsys, word):
 
 
 @pytest.mark.parametrize("size", [(2, 3, 5, 6), (5, 3, 4, 6), (20, 4, 8, 16)])
-def test_float16_errors_of_one_percent_are_found(tmp_path, capsys, size):
+def test_float16_errors_of_one_percent_are_found(tmp_path, capsys, monkeypatch, size):
     """An error of 1 % in the largest element of a float16 array h is reported. Each element has its own error bound,
-    which is narrower than a bound for the whole array."""
+    which is narrower than a bound for the whole array. No explanation of the error is searched for, which would take
+    seconds."""
+    monkeypatch.setattr(command, "search", lambda dumps: (None, False))
     case = draw(np.random.default_rng(0), "lstm", size, weights=0.7 / size[3] ** 0.5, dtype=np.float16, **LSTM)
     h = judge.expected(case)["h"]
     arrays = {name: array for name, array in case.arrays.items() if not name.endswith("gradient")}
@@ -172,6 +204,7 @@ def test_what_nothing_explains_is_left(tmp_path, capsys):
     arrays = dumped()
     code, text = told(tmp_path, capsys, arrays | {"dbias": arrays["dbias"] + 1})
     assert code == 1 and "nearest: 8 of 9 results agree if everything is as documented; left: dbias" in text
+    assert "hard_sigmoid" not in text
 
 
 @pytest.mark.parametrize(

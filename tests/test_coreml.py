@@ -4,6 +4,7 @@ its operations as Apple documents them, because only a Mac can run a package."""
 import inspect
 import os
 import re
+import shutil
 
 import mlx.core as mx
 import numpy as np
@@ -94,8 +95,7 @@ def test_the_gate_order_is_the_documented_one():
     assert text.count("order of ``[input_gate, forget_gate, output_gate, cell_gate]``") == 4
 
 
-@pytest.mark.parametrize("bias, name", [(True, ""), (False, "encoder.lstm")])
-@pytest.mark.parametrize("K, D", [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("K, D, bias, name", [(1, 1, True, ""), (3, 1, False, "encoder.lstm"), (2, 2, True, "lstm")])
 def test_a_package_holds_the_layers_with_their_states(K, D, bias, name, tmp_path):
     """The operations of a written Core ML package, computed as Apple documents them, give the outputs and the last
     states of the layer. The package takes and returns states and accepts any number of steps."""
@@ -105,7 +105,7 @@ def test_a_package_holds_the_layers_with_their_states(K, D, bias, name, tmp_path
     convert.write(path, {name: convert.from_torch(layer)})
     assert [each.name for each in tmp_path.iterdir()] == ["m.mlpackage"]
     spec, function = program_of(path)
-    dot = "encoder_lstm_" if name else ""
+    dot = f"{name.replace('.', '_')}_" if name else ""
     assert [each.name for each in spec.description.input] == [f"{dot}{word}" for word in ("x", "h_0", "c_0")]
     assert [each.name for each in spec.description.output] == [f"{dot}{word}" for word in ("h", "h_n", "c_n")]
     x_type, h_type, _ = (each.type.multiArrayType for each in spec.description.input)
@@ -128,9 +128,17 @@ def test_a_reversed_layer_other_activations_and_a_forget_bias(tmp_path):
         np.testing.assert_allclose(got[word], np.array(want), rtol=1e-5, atol=1e-5)
 
 
-def test_packages_are_replaced_by_force_only(tmp_path):
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """Write a package once for the tests that replace a copy of it, since coremltools takes most of a second."""
+    path = tmp_path_factory.mktemp("coreml") / "m.mlpackage"
+    convert.write(path, {"": convert.from_torch(mlx_lstm.torch.LSTM(I, H))})
+    return path
+
+
+def test_packages_are_replaced_by_force_only(package, tmp_path):
     path, layers = tmp_path / "m.mlpackage", {"": convert.from_torch(mlx_lstm.torch.LSTM(I, H))}
-    convert.write(path, layers)
+    shutil.copytree(package, path)
     with pytest.raises(ValueError, match="must not exist, or be replaced by force"):
         convert.write(path, layers)
     convert.write(path, {"": convert.from_torch(mlx_lstm.torch.LSTM(I, 7))}, force=True)
@@ -142,11 +150,11 @@ def test_packages_are_replaced_by_force_only(tmp_path):
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_package_comes_back_if_a_rename_fails(comes_back, tmp_path, monkeypatch):
+def test_a_package_comes_back_if_a_rename_fails(comes_back, package, tmp_path, monkeypatch):
     """If the new package cannot be renamed, the old one comes back. If it cannot come back either, it is kept under
     another name."""
     path, rename, renames = tmp_path / "m.mlpackage", os.replace, []
-    convert.write(path, {"": convert.from_torch(mlx_lstm.torch.LSTM(I, H))})
+    shutil.copytree(package, path)
     old = {each.relative_to(path): each.read_bytes() for each in path.rglob("*") if each.is_file()}
 
     def second_fails(source, target):

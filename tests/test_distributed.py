@@ -22,8 +22,8 @@ from mlx_lstm.oracle.closeness import largest
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="MLX has no ring there")
 
 SIZES = {"batch": 8, "window": 16, "embedding": 8, "hidden": 16, "dropout": 0.3, "clip": 0.5, "evaluations": 5}
-SETTINGS = char_lm.Settings(**SIZES, steps=50)
-OPTIONS = [f"--{name}={value}" for name, value in SIZES.items()] + ["--steps=50", "--prompt=1", "--length=1"]
+SETTINGS = char_lm.Settings(**SIZES, steps=20)
+OPTIONS = [f"--{name}={value}" for name, value in SIZES.items()] + ["--steps=20", "--prompt=1", "--length=1"]
 CORPUS = char_lm.Corpus.of(TEXT)
 
 # Code of a process that trains the example on a short text and sends itself a signal at one step. The process's
@@ -109,10 +109,10 @@ def test_three_processes_learn_what_one_learns(tmp_path):
     codes, said = together(3, tmp_path, *OPTIONS)
     assert codes == [0, 0, 0], said
     step, *curves = kept(tmp_path / "0")
-    assert step == 50
+    assert step == 20
     assert_same_curve(*curves)
     (first, _), *others = said
-    assert "step    50" in first and all(out == error == "" for out, error in others)
+    assert "step    20" in first and all(out == error == "" for out, error in others)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "hosts.json"]
 
 
@@ -125,30 +125,30 @@ def test_two_processes_as_a_user_starts_them(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
     with subprocess.Popen(line, **pipes, text=True, encoding="utf-8", env=environment) as process:
         said = process.stdout.read()
-    assert said.count("step    50") == said.count("validation: LSTM") == 1, said
+    assert said.count("step    20") == said.count("validation: LSTM") == 1, said
     assert_same_curve(*kept(tmp_path)[1:], char_lm.Corpus.of(char_lm.documentation()))
 
 
 def test_killed_processes_leave_a_checkpoint_that_any_number_of_them_resumes(tmp_path):
-    """Any number of processes can resume the checkpoint that killed processes leave. One process saves at step 10.
-    Three processes resume, and one is killed at step 25. Two processes resume, and one is killed at step 35. One
+    """Any number of processes can resume the checkpoint that killed processes leave. One process saves at step 4.
+    Three processes resume, and one is killed at step 10. Two processes resume, and one is killed at step 14. One
     process then finishes from the checkpoint that the survivor's error message names."""
     run, path = char_lm.Run(SETTINGS, CORPUS), tmp_path / "0" / "checkpoint.safetensors"
-    for _ in range(10):
+    for _ in range(4):
         run.train_step()
     run.evaluate(), run.save(path)
 
     resume = ["--resume", "--prompt=1"]
-    codes, said = together(3, tmp_path, *resume, at=25, to=1, number=signal.SIGKILL)
+    codes, said = together(3, tmp_path, *resume, at=10, to=1, number=signal.SIGKILL)
     assert codes == [1, -signal.SIGKILL, 1], said
     for rank in (0, 2):
         assert f"char_lm.py: error: process {rank} of 3 has lost another" in said[rank][1]
-    assert "go on from step 25 with:  python" in said[0][1] and kept(path.parent)[0] == 25
+    assert "go on from step 10 with:  python" in said[0][1] and kept(path.parent)[0] == 10
 
-    codes, said = together(2, tmp_path, *resume, at=35, to=0, number=signal.SIGKILL)
+    codes, said = together(2, tmp_path, *resume, at=14, to=0, number=signal.SIGKILL)
     assert codes == [-signal.SIGKILL, 1] and "process 1 of 2 has lost another" in said[1][1], said
-    assert "go on from step 35 with:  python" in said[1][1] and str(tmp_path / "1") in said[1][1]
-    assert kept(path.parent)[0] == 30 and kept(tmp_path / "1")[0] == 35
+    assert "go on from step 14 with:  python" in said[1][1] and str(tmp_path / "1") in said[1][1]
+    assert kept(path.parent)[0] == 12 and kept(tmp_path / "1")[0] == 14
     for folder in (path.parent, tmp_path / "1"):
         assert [file.name for file in folder.iterdir()] == [path.name]
     path = tmp_path / "1" / path.name
@@ -161,7 +161,7 @@ def test_killed_processes_leave_a_checkpoint_that_any_number_of_them_resumes(tmp
 def test_ctrl_c_in_one_process_stops_all_at_the_same_step(tmp_path):
     codes, said = together(2, tmp_path, *OPTIONS, at=7, to=1, number=signal.SIGINT)
     assert codes == [0, 130], said
-    assert "stopped at step 8 of 50" in said[0][0] and kept(tmp_path / "0")[0] == 8
+    assert "stopped at step 8 of 20" in said[0][0] and kept(tmp_path / "0")[0] == 8
 
 
 def test_processes_with_different_texts_are_refused(tmp_path):

@@ -231,7 +231,7 @@ def check(kind, folder, count):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mutated_files(kind, tmp_path):
-    check(kind, tmp_path, 50)
+    check(kind, tmp_path, 24)
 
 
 @pytest.mark.slow

@@ -175,7 +175,6 @@ FAMILIES = {
     "lstm_fused_matrix_forward": ("fused", BATCH),
     "lstm_fused_matrix_backward": ("fused", BATCH),
     "gru_fused_forward": ("fused", {"op": "gru"}),
-    "rnn_fused_backward": ("fused", {"op": "rnn"}),
     "recurrent_input": ("fused stepwise", {}),
     "lstm_stepwise_forward": ("stepwise", {}),
     "lstm_stepwise_backward": ("stepwise", {}),
@@ -229,7 +228,8 @@ WITH_MATRICES = {
 }
 
 
-QUICK = ("fused", "stepwise projection")
+QUICK = ("stepwise projection",)
+"""What a default test tries. Those of `fused` have faults in `test_a_fault_in_any_kernel`."""
 
 
 @pytest.mark.parametrize(
@@ -569,20 +569,26 @@ from mlx_lstm.recurrence import _child, _guard
 
 _guard.is_real, _guard.try_out = lambda: True, lambda trials: [_child.Verdict("")]
 which = int(sys.argv[1])
-for width in range(10 + 40 * (which % 4), 50 + 40 * (which % 4)):
-    _guard.refusal("fused", Problem(3, 2, width, width, LSTMCell(), names=("x", "Wh"), reverse=which >= 4))
+print("ready", flush=True)
+sys.stdin.readline()
+for width in range(10 + 40 * (which % 2), 50 + 40 * (which % 2)):
+    _guard.refusal("fused", Problem(3, 2, width, width, LSTMCell(), names=("x", "Wh"), reverse=which >= 2))
 """
 
 
-def test_eight_processes_lose_no_verdict(tmp_path):
-    """Eight processes store 40 verdicts (results of trial runs) each at the same time, and none is lost."""
-    environment = os.environ | {"HOME": str(tmp_path)}
+def test_four_processes_lose_no_verdict(tmp_path):
+    """Four processes store 40 verdicts (results of trial runs) each at the same time, and none is lost. They begin
+    together, after all of them have imported the library."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": os.environ | {"HOME": str(tmp_path)}}
     command = [sys.executable, "-c", RECORDING]
-    processes = [subprocess.Popen([*command, str(n)], env=environment) for n in range(8)]
-    assert [process.wait() for process in processes] == [0] * 8
+    processes = [subprocess.Popen([*command, str(n)], **pipes) for n in range(4)]
+    assert [process.stdout.readline() for process in processes] == [b"ready\n"] * 4
+    for process in processes:
+        process.stdin.close()
+    assert [process.wait() for process in processes] == [0] * 4
     (file,) = tmp_path.rglob("verdicts.json")
     (found,) = json.loads(file.read_text()).values()
-    assert len(found) == 8 * 40 and set(found.values()) == {""}
+    assert len(found) == 4 * 40 and set(found.values()) == {""}
 
 
 def test_a_verdict_counts_for_one_version_of_everything(monkeypatch):
@@ -862,9 +868,9 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, said):
 CALLS = {
     "fused lanes": ("fused", (5, 16, 3, 20, 20), {}),
     "fused two rows": ("fused", (2, 20, 3, 9, 9), {"lengths": [2, 1] * 10}),
-    "fused small": ("fused", (4, 1, 3, 2, 2), {"op": "gru"}),
+    "fused small": ("fused", (4, 1, 3, 2, 2), {"op": "rnn"}),
     "fused keep": ("fused", (2, 5, 3, 9, 9), {"keep": True, "lengths": [2, 1, 0, 2, 1]}),
-    "fused both ways": ("fused", (2, 40, 3, 9, 9), {"bidirectional": True, "peephole": True}),
+    "fused both ways": ("fused", (2, 40, 3, 9, 9), {"bidirectional": True, "peephole": True, "lengths": [2, 1] * 20}),
     "fused 8 bits": ("fused", (3, 2, 32, 32, 32), {"packing": (32, 8, "affine")}),
     "stepwise one item": ("stepwise", (4, 1, 3, 40, 40), {"mask": (4, 1, "P")}),
     "stepwise projection of one_step": ("stepwise", (1, 1, 3, 40, 5), {"projection": True}),
@@ -879,7 +885,7 @@ CALLS = {
 }
 
 
-RUN = ("fused two rows", "fused both ways", "stepwise small keep", "stepwise small projection", "stepwise 4 bits")
+RUN = ("fused small", "fused both ways", "stepwise small keep", "stepwise small projection", "stepwise 4 bits")
 """The calls whose trials run. Of the others, a test compares the sources of the kernels: compiling all of them would
 take a minute."""
 
@@ -1047,10 +1053,10 @@ def test_a_trial_of_clips_that_stop_gradients(clips):
                     assert not limit or 0.1 < (shifts[name] != 0).mean() < 0.9, cell
 
 
-@pytest.mark.parametrize("T", [3, 22, 64])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
-def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
-    """The results of a kernel's trial run do not overflow. A trial run that overflows would refuse correct kernels."""
+def test_the_numbers_of_a_trial_stay_in_range(dtype, T=22):
+    """The results of a kernel's trial run do not overflow. A trial run that overflows would refuse correct kernels. The
+    numbers grow with the steps, of which a trial has at most 20: two chunks of 10 joined steps."""
     for cell in every_cell():
         drawn = _draw.draw(problem(T=T, B=2, H=4, P=4, cell=cell, dtype=dtype), np.random.default_rng(0))
         outputs, _ = evaluate(drawn.case.call, None, Rounding(np.float64))

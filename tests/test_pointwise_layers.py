@@ -292,6 +292,10 @@ BAD = {
         lambda: nn.LSTM(D, H).stepper(B)(mx.ones((B, D)), inputs=[mx.ones((B, H))]),
         r"\[nn.LSTM.stepper\] inputs must be a tuple or list of 0 arrays but got 1",
     ),
+    "inputs that are no list in a layer without": (
+        lambda: nn.LSTM(D, H).stepper(B)(mx.ones((B, D)), inputs=None),
+        r"\[nn.LSTM.stepper\] inputs must be a tuple or list of 0 arrays but got NoneType",
+    ),
     "an input's shape": (
         lambda: Pointwise(attended, D, H, gates=1, states=2).stepper(B, inputs=2)(
             mx.ones((B, D)), inputs=[mx.ones((B, 1)), mx.ones((2, 1))]
@@ -309,6 +313,22 @@ BAD = {
     "states of a list": (
         lambda: stack([Pointwise(delayed, D, H, gates=1, states=3)], mx.ones((B, T, D)), mx.zeros((1, B, H))),
         r"\[nn.stack\] state must be a tuple \(h_0, s1_0, s2_0\) but got array",
+    ),
+    "inputs that are no list": (
+        lambda: Pointwise(attended, D, H, gates=1, states=2)(mx.ones((B, T, D)), inputs=None),
+        r"\[nn.Pointwise\] inputs must be a tuple or list of arrays but got NoneType",
+    ),
+    "an input that is no array": (
+        lambda: Pointwise(attended, D, H, gates=1, states=2)(mx.ones((B, T, D)), inputs=[np.ones((B, T, 1)), 1.0]),
+        r"\[nn.Pointwise\] inputs\[0\] must be an mlx.core.array: make one by mx.array.* but got ndarray",
+    ),
+    "an input of a step": (
+        lambda: Pointwise(attended, D, H, gates=1, states=2).step(mx.ones((B, D)), inputs=[1.0, 2.0]),
+        r"\[nn.Pointwise.step\] inputs\[0\] must be an mlx.core.array but got float",
+    ),
+    "a state that is no list": (
+        lambda: Pointwise(gated, D, H, gates=2, states=2)(mx.ones((B, T, D)), 5),
+        r"\[nn.Pointwise\] state must be a tuple or list of 2 arrays but got int",
     ),
     "parameters": (
         lambda: Pointwise(leaky, D, H, gates=1, params=1).update({"Wh": mx.zeros((H, D))})(mx.ones((B, T, D))),

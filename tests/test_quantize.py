@@ -308,6 +308,7 @@ class Other(mlx_lstm.nn.LSTM):
         (lambda: mlx_lstm.torch.QuantizedGRU(64, 64, group_size=0), "group_size of mode 'affine' must be .* but got 0"),
         (lambda: mlx_lstm.nn.QuantizedRNN(64, 64, mode=["affine"]), "mode must be one of 'affine', 'mxfp4', 'mxfp8'"),
         (lambda: mlx_lstm.nn.quantize(mlx_lstm.nn.LSTM(64, 64)), "model must be a module that has layers"),
+        (lambda: mlx_lstm.nn.quantize(nn.Sequential(), class_predicate=5), "class_predicate must be a function"),
     ],
 )
 def test_what_layers_refuse(make, message):

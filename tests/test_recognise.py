@@ -672,6 +672,15 @@ def test_the_comparison_refuses(lie):
     assert recognition.miss(np.zeros(2), np.zeros(2), np.ones(2)) > 1
 
 
+def test_the_weights_of_a_block_are_no_multiple_of_the_inputs():
+    """The inputs and the weights of each block are different random numbers. If the seeds were alike, a block would be
+    drawn as the inputs were, up to a factor."""
+    trial = recognition.Trial(Cell(Wx=drawn(4 * H, D), Wh=drawn(4 * H, H), b=drawn(4 * H)), None, D, H, "")
+    for n in range(len(trial.blocks)):
+        ratios = trial.numbers(n).ravel()[:H] / np.concatenate([trial.x, trial.h], axis=None)[:H]
+        assert np.ptp(ratios) > 0.1
+
+
 def test_outputs_of_a_step_that_are_not_h_are_no_claim():
     module, step, _ = joined_weights()
 

@@ -310,6 +310,29 @@ def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
             mx.eval(mx.grad(lambda dh: number(dh, "numpy"))(dh))
 
 
+@pytest.mark.parametrize("kind", ("lstm", "gru", "rnn"))
+def test_the_padding_does_not_enter_a_derivative_that_mlx_derives(kind):
+    """NaN in the padding of x and of the mask changes no derivative: neither the gradient without training inside a
+    transformation, which MLX derives from the operations of `ops`, nor that in forward mode."""
+    op, gates = getattr(recurrence, kind), {"lstm": 4, "gru": 3, "rnn": 1}[kind]
+    rng = np.random.default_rng(2)
+    weights = [to_mlx(rng.normal(size=(gates * 2, size)), np.float32) for size in (3, 2)]
+    drawn, ended, found = rng.normal(size=(2, 3, 2, 2)), np.arange(3)[:, None, None] >= [[2], [0]], []
+    for padding in (0, np.nan):
+        mask, x = (to_mlx(np.where(ended, padding, array), np.float32) for array in drawn)
+        x = mx.concatenate([x, x[..., :1]], axis=-1)  # I = 3, H = 2
+
+        def loss(x, Wx, Wh, mask=mask):
+            return (op(x, Wx, Wh, mask=mask, lengths=[2, 0], training=False, engine="ops").h ** 2).sum()
+
+        # vmap is an example of a transformation in which the arrays have no values.
+        traced = mx.vmap(mx.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, None))(x[None], *weights)
+        forward = mx.jvp(loss, (x, *weights), (mx.ones_like(x), *weights))[1]
+        found.append([*traced, *forward])
+    for zero, nan in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.array(zero), np.array(nan))
+
+
 @ALL_KINDS
 def test_forward_mode_is_right_or_refused(kind):
     rng = np.random.default_rng(2)

@@ -5,6 +5,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, TextIO
 
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
@@ -173,8 +174,9 @@ def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: arg
     reading, tried_pairs = search(dumps) if any(row.failed and "yours" in row.pair for row in rows) else (None, False)
     once = f"this is so once {' and '.join(words)}" if words else ""
     show(rows, 1, options, explanation=reading_text(reading, tried_pairs) if reading else once)
-    if judge.kink_distance(case) < KINK_MARGIN:
-        print("an argument of relu or hard_sigmoid is near a kink, where a gradient may jump", file=screen(options))
+    with suppress(ValueError):  # a case with a mask of an undocumented layout has no arguments of activations
+        if judge.kink_distance(case) < KINK_MARGIN:
+            print("an argument of relu or hard_sigmoid is near a kink, where a gradient may jump", file=screen(options))
     more = {"read": words, "reading": reading._asdict() | {"case": case.name} if reading else None}
     return conclude(rows, wrong, options, more)
 

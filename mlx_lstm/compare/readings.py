@@ -212,6 +212,10 @@ def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Ite
                     lambda v, to=to_documented, o=order: reordered(to(v), gates, dump.sizes, gate_positions(case, o)),
                     name,
                 )
+    if any("D" in letters for letters in dump.groups(name)):
+        for layout, to_documented in layouts:
+            words = ", ".join(part for part in ("in the order reverse, forward", layout) if part)
+            yield Form(words, lambda v, to=to_documented: directions_exchanged(dump, name, to(v)), name)
 
 
 OTHERWISE = {
@@ -270,7 +274,7 @@ def of_layouts(dump: Dump) -> Iterator[Change]:
             changed = lambda c, n=name, v=value, to=to_documented: c._replace(arrays=c.arrays | {n: to(v)})  # noqa: E731
             yield Change("layout", f"{name} is {layout}", changed)
     if case.bidirectional:
-        yield Change("directions", "the reverse direction comes first", lambda c: exchanged(dump, c))
+        yield Change("directions", "the reverse direction of all arguments comes first", lambda c: exchanged(dump, c))
 
 
 def of_options(case: CompareCase) -> Iterator[Change]:
@@ -342,12 +346,18 @@ def reordered(array: np.ndarray, axis: int, sizes: dict[str, int], index: list[i
 
 
 def exchanged(dump: Dump, case: CompareCase) -> CompareCase:
-    """Return a case with the two directions exchanged in all arrays but the mask, whose layout is an open point."""
-    arrays = dict(case.arrays)
-    for name in arrays:
-        if name == "mask":
-            continue
-        for axis, parts in enumerate(dump.groups(name)):
-            if "D" in parts:
-                arrays[name] = np.concatenate(np.split(arrays[name], 2, axis)[::-1], axis)
-    return case._replace(arrays=arrays)
+    """Return a case with the two directions exchanged in all its arrays."""
+    return case._replace(arrays={name: directions_exchanged(dump, name, a) for name, a in case.arrays.items()})
+
+
+def directions_exchanged(dump: Dump, name: str, array: np.ndarray) -> np.ndarray:
+    """Return an argument or a result, in its documented layout, with its two directions exchanged."""
+    if name != "mask":
+        axes = [axis for axis, letters in enumerate(dump.groups(name)) if "D" in letters]
+    elif array.shape[-1:] == (2 * dump.sizes["H"],):
+        axes = [-1]
+    else:  # [2, N, H]; in a mask of another layout both directions share the values
+        axes = [0] if array.ndim == 3 and len(array) == 2 else []
+    for axis in axes:
+        array = np.concatenate(np.split(array, 2, axis)[::-1], axis)
+    return array

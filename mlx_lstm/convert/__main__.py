@@ -87,7 +87,7 @@ def convert(options: argparse.Namespace) -> list[str]:
     again = replace(target, write_and_read, options.force)
     lines = [f"{source} -> {target}" + (f", with the names of {style}" if has_keys else "")]
     lines += source_lines(model)
-    lines += [f"    now {title(name)}: {some(keys, 4)}" for name, keys in again.keys.items()]
+    lines += [f"    now {title(name)}: {some(keys, most=4)}" for name, keys in again.keys.items()]
     lines += [f"  {note}" for note in model.notes]
     if model.rest:
         done = "copied as they are" if has_keys else f"left out, which {ending} cannot hold beside the layers"
@@ -98,7 +98,7 @@ def convert(options: argparse.Namespace) -> list[str]:
 def source_lines(model: Model) -> list[str]:
     """Return a line for each layer that was read: its name, its sizes and its keys."""
     layers = model.layers.items()
-    return [f"  {title(name)}: {describe(weights)}; from {some(model.keys[name], 2)}" for name, weights in layers]
+    return [f"  {title(name)}: {describe(weights)}; from {some(model.keys[name], most=2)}" for name, weights in layers]
 
 
 def model_of(options: argparse.Namespace) -> Model:
@@ -158,7 +158,8 @@ def comparison(model: Model, again: Model) -> list[str]:
     lines = []
     for (name, old), new in zip(before, after, strict=True):
         changes = differences(old, new)  # names such as "bx" and "forget_bias", or texts such as "A is now B"
-        # With a changed bias the forget bias is not lost: `write` added it to the bias, if the format has no option.
+        # bx, bh: the biases of the input's and the recurrent product. With a changed bias the forget bias is not lost:
+        # `write` added it to bx, if the format has no option. If bh changed, too, bx is their sum, which is told apart.
         if {"forget_bias", "bx"} <= set(changes):
             lines.append(f"  {title(name)}: the forget bias is a part of the bias now")
             changes = [each for each in changes if each != "forget_bias" and (each != "bx" or "bh" in changes)]
@@ -174,7 +175,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         print(f"not converted: {message}; see --help", file=sys.stderr)
-        raise SystemExit(2)
+        raise SystemExit(2)  # the exit code of argparse
 
 
 def make_parser() -> argparse.ArgumentParser:

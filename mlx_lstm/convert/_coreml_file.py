@@ -84,9 +84,9 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
 
 
 def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[Arrays]]) -> Any:
-    """Return a coremltools model of all stacks of layers. A stack of K layers with D directions has the inputs
-    x [T, 1, I], h_0 and c_0 [K D, 1, H], and the outputs h [T, 1, D H], h_n and c_n [K D, 1, H]. arrays: for each stack
-    what `mil_arrays` returned. The number of steps T is an axis of any length."""
+    """Return a coremltools model of all stacks of layers, for one sequence per call. A stack of K layers with D
+    directions has the inputs x [T, 1, I], h_0 and c_0 [K D, 1, H], and the outputs h [T, 1, D H], h_n and c_n [K D, 1,
+    H]. arrays: for each stack what `mil_arrays` returned. The number of steps T is an axis of any length."""
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import Function, Program, get_new_symbol
 
@@ -104,7 +104,7 @@ def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[A
             outputs += add_stack(mb, name, weights, arrays[name], inputs)
         function.set_outputs(outputs)
     program.add_function("main", function)
-    length = tools.RangeDim(1, LONGEST)  # the number of steps: 1 to `LONGEST`
+    length = tools.RangeDim(1, LONGEST)  # the number of steps, for which Core ML requires a limit
     types = [
         tools.TensorType(name=key, shape=tuple(size if isinstance(size, int) else length for size in shape))
         for key, shape in shapes.items()
@@ -115,7 +115,7 @@ def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[A
         inputs=types,
         minimum_deployment_target=target,
         compute_precision=tools.precision.FLOAT32,
-        skip_model_load=True,
+        skip_model_load=True,  # else Core ML would compile and load it, which only macOS can
     )
 
 

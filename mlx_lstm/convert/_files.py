@@ -77,9 +77,9 @@ def read(
 ) -> Model:
     """Return all recurrent layers of a file, and its other arrays.
 
-    The names and shapes of the arrays tell what a layer is, except in `.keras`, `.h5` and `.onnx`. A `Pointwise` layer
-    without `params` looks like an LSTM if it has four gates, like a plain RNN if it has one, and like a GRU if it has
-    three and no bias.
+    The names and shapes of the arrays tell what a layer is, except in `.keras`, `.h5` and `.onnx`. A layer `Pointwise`,
+    whose cell a user wrote, looks like an LSTM if it has four gates, like a plain RNN if it has one, and like a GRU if
+    it has three and no bias; but not if it has `params`.
 
     Args:
         path (str or Path): a file that ends in `.safetensors` or `.npz`, with keys as in torch, MLX, Keras or
@@ -304,6 +304,7 @@ def comment_of(file: Foreign) -> dict[str, str]:
     with the bytes `COMMENT`."""
     with zipfile.ZipFile(file.stream) as archive:
         comment = archive.comment
+    # budget.json parses JSON, and refuses one with too many values or levels.
     return file.budget.json(comment) if comment.startswith(COMMENT) else {}
 
 

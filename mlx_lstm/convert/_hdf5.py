@@ -2,8 +2,8 @@
 
 An HDF5 file is a tree of groups (folders) and datasets (arrays); both may have attributes, here lists of texts. A path
 such as model_weights/lstm/kernel names one of them. The script `_hdf5_child.py` reads the file and prints its contents.
-budget: limits the memory and time that a foreign file may take. `broken(text)` raises a ValueError that says that the
-file is damaged.
+budget: limits the memory and time that a foreign file may take; budget.name(text) returns a text that is no longer than
+a name may be, and counts it. `broken(text)` raises a ValueError that says that the file is damaged.
 """
 
 import importlib.util
@@ -49,7 +49,7 @@ def load() -> None:
 def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
     """Return the contents of an HDF5 file. `source` is the open file, or its bytes. Raise ValueError if the file is
     damaged, or takes more memory or time than `budget` has."""
-    load()
+    load()  # raises an error if h5py is missing
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
     script = str(Path(__file__).with_name("_hdf5_child.py"))
@@ -58,7 +58,8 @@ def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
     code = "from runpy import run_path; run_path(sys.argv.pop(1), run_name='__main__')"
     words = [str(limits.__file__), str(budget.stored), str(budget.left), str(int(budget.seconds) + 1)]
     given: dict[str, Any] = {"input": source} if isinstance(source, bytearray) else {"stdin": source}
-    # A file may name a compression filter for which HDF5 would load a library. The value "::" forbids this.
+    # A file may name a compression filter for which HDF5 would load a library. The value "::" forbids this. More
+    # threads of NumPy's BLAS would only take memory, which is limited.
     environment = child_environment() | {"HDF5_PLUGIN_PRELOAD": "::", "OPENBLAS_NUM_THREADS": "1"}
     command = child_command(code, script, *words)
     try:

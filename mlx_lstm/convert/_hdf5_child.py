@@ -51,7 +51,7 @@ def contents(file: Any, budget: Any) -> Contents:
         try:
             if info.type not in LINKS_INSIDE:
                 raise Refused(f"{path.decode()} must lie in the file itself but is a link to another file")
-            budget.name(path.decode())
+            budget.name(path.decode())  # raises an error for a name that is too long, or if there are too many
         except ValueError as error:
             return error
         return None
@@ -86,10 +86,11 @@ def contents(file: Any, budget: Any) -> Contents:
 
 
 def texts_of(item: Any, budget: Any) -> Texts:
-    """Return the attributes in `ATTRIBUTES` of a group or dataset: a list of texts by attribute name."""
+    """Return the attributes in `ATTRIBUTES` of a group or dataset: a list of texts by attribute name. Before a text is
+    read, `budget.check` refuses one that would be too long; `budget.take` then counts what it takes."""
     found = {}
     for name in item.attrs:
-        if name.rstrip("0123456789") in ATTRIBUTES:
+        if name.rstrip("0123456789") in ATTRIBUTES:  # layer_names0, layer_names1, ...: parts of a long list
             about = item.attrs.get_id(name)  # the attribute's shape and dtype, without its values
             kind = h5py.check_string_dtype(about.dtype)
             if kind is None:  # no texts
@@ -131,13 +132,15 @@ def answer(source: Any, budget: Any) -> tuple[dict[str, Any], list[np.ndarray]]:
         return {"attributes": attributes, "arrays": headers, "others": others}, list(arrays.values())
     except Exception as error:  # any other error of HDF5 means a damaged file
         words = (str(error).splitlines() or [type(error).__name__])[0]
+        # By name: the module `budget` has a class of this name, too, which this script does not import.
         refused = type(error).__name__ == Refused.__name__
         return {"error": words if refused else f"it is truncated or damaged: {words}"}, []
 
 
 def limit_memory(budget: Any) -> None:
     """Limit the memory of this process: what it has now, and what the file may take. A compressed chunk may be longer
-    than it declares, and HDF5 does not check that."""
+    than it declares, and HDF5 does not check that. What the file may take counts twice, in HDF5 and as the bytes that
+    are printed; 2^25 bytes more are for h5py itself."""
     with suppress(ValueError, OSError):  # the system may have a lower limit, or no limits, as macOS
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[5]) * resource.getpagesize()  # field 5: the data and the stack, in pages

@@ -277,8 +277,8 @@ def gathered(
     Arrays of the optimizer and of random generators are left out; a note says how many.
 
     known: the layers of the configuration, by the place of their arrays or, in a legacy file, by their names. only: the
-    layers that must be readable.
-    slope: which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1); "x/6": clip(x/6 + 0.5, 0, 1).
+    layers that must be readable. slope: which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1);
+    "x/6": clip(x/6 + 0.5, 0, 1).
     """
     layers: dict[str, list[Direction]] = {}  # the directions of each layer, by its place or, in a legacy file, its name
     legacy = any("//" in key for key in arrays)  # `by_layer` makes such keys
@@ -398,7 +398,8 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
     """Return the arguments of a Keras layer's constructor for these weights, which are those of one layer. dtype: the
-    name of its dtype, such as "float32". use_bias: whether any layer of the stack has a bias."""
+    name of its dtype, such as "float32". use_bias: whether any layer of the stack has a bias; then `to_keras` gives
+    zeros to the others."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # our names of activations, and Keras'
     cell = weights.cell
     # names: the activation of the candidate, then that of the gates i or r, which all other gates share.

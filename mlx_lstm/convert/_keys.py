@@ -165,7 +165,8 @@ def groups_of(keys: Iterable[str], template: str | None, ways: Sequence[str]) ->
             leaf, group = parsed
             # Keys of the same layer and direction share the group of the first of them.
             found.setdefault((group.own, group.layer, group.way, group.form), group).keys[leaf] = key
-    # sure: the leaves that only recurrent layers have. A dense layer has a "kernel", too.
+    # sure: the leaves that only recurrent layers have: those of both matrices, such as weight_ih and weight_hh, but not
+    # "kernel", which a dense layer has, too.
     sure = {*PARTNERS, *PARTNERS.values()} - {"kernel"}
     return [group for group in found.values() if group.keys.keys() & sure]
 

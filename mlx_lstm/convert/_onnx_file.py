@@ -146,7 +146,8 @@ def weights_of(
 
 def check_count(data: bytes, kind: Any, budget: Budget) -> None:
     """Raise ValueError if a message of protobuf has too many parts. A part of two bytes becomes an object of a hundred
-    bytes. data: the message. kind: protobuf's description of it. budget: limits the number of parts."""
+    bytes. data: the message. kind: protobuf's description of it. budget: limits the number of parts. A message that is
+    cut off, or has an unknown encoding, raises an IndexError or KeyError: for `foreign` the file is damaged then."""
     # open_messages: for each message that is not finished, where it goes on in `data`, its end, and its description.
     parts, open_messages = 0, [(0, len(data), kind)]
     # A message is a row of fields. Each begins with a tag: the field's number, and in the lowest three bits how it is
@@ -230,8 +231,7 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
 
 class Graph:
     """The parts of a written model. Each method adds nodes and returns the name of their result. Two constants are
-    there from the beginning: "side by side", the shape [0, 0, -1] that keeps the first two axes and joins all others,
-    and "one", the array [1]."""
+    there from the beginning, "side by side" and "one"."""
 
     def __init__(self, onnx: Any):
         """Create an empty model. onnx: the module."""
@@ -240,8 +240,8 @@ class Graph:
         self.tensors: list[Any] = []
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
-        for name, numbers in (("side by side", [0, 0, -1]), ("one", [1])):
-            self.constant(name, numbers)
+        self.constant("side by side", [0, 0, -1])  # the shape that keeps two axes and joins all others
+        self.constant("one", [1])  # the index 1, and a size of 1
 
     def node(self, op_type: str, inputs: list[str], output: str, **attributes: Any) -> str:
         """Add a node that has one output. Return the output's name, which another node takes as an input."""
@@ -260,8 +260,8 @@ class Graph:
 
     def states(self, dot: str, word: str, kind: int, sizes: tuple[int, int, int]) -> list[str]:
         """Add the input of first states [L D, N, H], and return the name of the part [D, N, H] of each layer. If a
-        program does not pass the input, it is 0. word: "h" or "c". kind: ONNX' number of the dtype. sizes: L layers, D
-        directions, H hidden units."""
+        program does not pass the input, it is 0. dot: the stack's name and a dot, or nothing. word: "h" or "c". kind:
+        ONNX' number of the dtype. sizes: L layers, D directions, H hidden units."""
         L, D, H = sizes
         name = self.initializer(
             f"{dot}{word}0", np.zeros((L * D, 1, H), self.onnx.helper.tensor_dtype_to_np_dtype(kind))

@@ -168,10 +168,8 @@ def from_cudnn(
     check_flag(op, "bidirectional", bidirectional)
     sizes = {"num_layers": num_layers, "input_size": input_size, "num_units": num_units}
     L, I, H = (check_integer(op, name, value, least=1) for name, value in sizes.items())
-    # False: layer 0 has input matrices.
-    where = Layout(
-        rnn_mode, L, 2 if bidirectional else 1, I, H, check_integer(op, "num_proj", num_proj, least=0), False
-    )
+    P = check_integer(op, "num_proj", num_proj, least=0)
+    where = Layout(rnn_mode, L, D=2 if bidirectional else 1, I=I, H=H, P=P, skip=False)
     params = to_mlx(params)
     check_array(op, "params", params, ["params_size"])
     if params.size != where.size:

@@ -107,7 +107,7 @@ def to_flashrnn(heads: Sequence[Weights]) -> Arrays:
         cell, arrays = stored.cell, stored.layers[0][0]  # layers[layer][direction]
         G, D = cell.gates, head.hidden_size
         W, R = (arrays[name].reshape(G, D, -1) for name in ("Wx", "Wh"))
-        b = whole_bias(cell, arrays).reshape(G, D)  # the sum of both biases
+        b = whole_bias(cell, arrays).reshape(G, D)  # the sum of both biases; for a GRU's n only the input's
         if cell.op == "gru":
             R = mx.stack([R[2], R[0], R[1]])  # from r, z, n to n, r, z
             # The recurrent bias of n comes first; zeros if there is none.
@@ -196,7 +196,7 @@ def checked_arrays(op: str, W: Any, R: Any, b: Any, gates: int, biases: int) -> 
     check_array(op, "R", R, [gates, "N", "D", "D"])  # four axes, of any sizes N and D
     _, N, D, _ = R.shape
     check_array(op, "R", R, [gates, N, D, D])  # the last two axes must be equal
-    check_sizes(op, "R", R)
+    check_sizes(op, "R", R)  # no axis of size 0
     check_array(op, "b", b, [biases, N, D])
     if W is not None:
         check_array(op, "W", W, [gates, N, D, "I"])

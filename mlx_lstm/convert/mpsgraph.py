@@ -76,6 +76,8 @@ def from_mpsgraph(
         LSTM(3, 4, bias=False)
     """
     op = "from_mpsgraph"
+    if not isinstance(layers, Sequence) or not all(isinstance(layer, Mapping) for layer in layers):
+        fail(op, "layers must be a list of dicts, one for each call,", type(layers).__name__)
     kinds = {"LSTMDescriptor": "lstm", "GRUDescriptor": "gru", "SingleGateRNNDescriptor": "rnn"}
     check_option(op, "descriptor", type(descriptor).__name__, tuple(kinds))
     kind = kinds[type(descriptor).__name__]

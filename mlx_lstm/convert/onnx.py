@@ -13,6 +13,7 @@ which a text such as "I" stands for any size; `fail(op, rule, got)` raises the V
 """
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import mlx.core as mx
@@ -152,15 +153,17 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell
     for name in ("clip", "input_forget"):
         if attributes.pop(name, 0):
             fail(op, f"{name} must be absent, as this package has no such option,", "it")
-    names = [each.decode() if isinstance(each, bytes) else each for each in attributes.pop("activations", [])]
-    names = names or list(DEFAULTS[kind] * D)
+    names = taken(op, attributes, "activations", "names", (str, bytes))
+    names = [each.decode() if isinstance(each, bytes) else each for each in names] or list(DEFAULTS[kind] * D)
     # alphas, betas: the parameters of those activations that have any, in the order of `names`.
-    alphas, betas = (list(attributes.pop(f"activation_{name}", [])) for name in ("alpha", "beta"))
+    alphas, betas = (taken(op, attributes, f"activation_{name}", "numbers", Real) for name in ("alpha", "beta"))
     acts = []  # the activations, by the names in this package
     for name in names:
         alpha, beta = None, None
         if name.lower() in ("hardsigmoid", "affine"):
-            alpha = alphas.pop(0) if alphas else 0.2  # ONNX' defaults for HardSigmoid: 0.2 and 0.5
+            # ONNX' defaults for HardSigmoid. It names none for Affine, which is then refused below: none of
+            # `ACTIVATIONS` is an Affine of these numbers.
+            alpha = alphas.pop(0) if alphas else 0.2
             beta = betas.pop(0) if betas else 0.5
         # `ACTIVATIONS` has for each of our names (ONNX' name, alpha, beta).
         act = next((ours for ours, theirs in ACTIVATIONS.items() if same((name, alpha, beta), theirs)), None)
@@ -177,6 +180,15 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell
         return GRUCell(activations=(acts[0], acts[0], acts[1]), reset=reset)  # of r, z, n
     f, g, h = acts[:3]  # of the gates i, f and o, of the candidate g, of the output
     return LSTMCell(activations=(f, f, g, f, h))
+
+
+def taken(op: str, attributes: dict[str, Any], name: str, words: str, kind: Any) -> list[Any]:
+    """Remove the attribute `name`, a list of objects of the class `kind`, from a node's attributes, and return it; an
+    empty list if there is none. words: what an error text calls these objects."""
+    value = attributes.pop(name, [])
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, kind) for each in value):
+        fail(op, f"{name} must be a list of {words}", repr(value))
+    return list(value)
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -246,6 +258,7 @@ def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
     if use_bias:
         inputs["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
     if "peephole" in arrays:
-        parts = peepholes(op, arrays, "ONNX does not")  # by gate; the text is for a candidate with a peephole
+        # By gate. A peephole of the candidate is an error, "which ONNX does not let peep".
+        parts = peepholes(op, arrays, "ONNX does not")
         inputs["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
     return inputs

@@ -19,15 +19,17 @@ DIRECTIONS = ("unidirectional", "bidirectional")
 
 
 class Attributes(NamedTuple):
-    """The attributes that all ops of `mlx_lstm.cudnn` have, as the caller passed them; `cudnn_rnn` describes them."""
+    """The attributes that all ops of `mlx_lstm.cudnn` have, as the caller passed them."""
 
-    rnn_mode: str
-    input_mode: str
-    direction: str
-    dropout: float
-    seed: int
-    seed2: int
-    num_proj: int = 0
+    rnn_mode: str  # "lstm", "gru", "rnn_tanh" or "rnn_relu"
+    input_mode: (
+        str  # "skip_input": layer 0 has no input matrices; "linear_input", or "auto_select": skip_input if I = H
+    )
+    direction: str  # "unidirectional" or "bidirectional"
+    dropout: float  # the probability that an element of a layer's output is dropped, between layers
+    seed: int  # its low 32 bits are the high half of dropout's seed
+    seed2: int  # its low 32 bits are the low half of dropout's seed
+    num_proj: int = 0  # the width of a projected h; 0 without a projection
 
     @property
     def D(self) -> int:

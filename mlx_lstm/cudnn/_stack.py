@@ -108,7 +108,8 @@ class Stack(NamedTuple):
             factors = dropout_factors(where, x, self.attributes) if dropout else no_factors
             if dropout and choice.current_device() == "cpu":
                 # The dropout factors depend only on the seeds, so `have_values` evaluates them here, once. Otherwise
-                # the engine would have to evaluate their graph, which generates the random numbers.
+                # the engine would have to evaluate their graph, which generates the random numbers. transforming=False:
+                # they need not keep this graph, because they have no gradient.
                 have_values([factor for factor in factors if factor is not None], transforming=False)
             options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
             results = run_layers(where, params, x, first, factors, options)
@@ -207,8 +208,8 @@ class Stack(NamedTuple):
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
         check_array(op, "input", input, self.convert_shape(["T", "N", "I"]))
-        check_sizes(op, "input", input)
-        check_device(op, input.dtype, choice.current_device())
+        check_sizes(op, "input", input)  # no axis of size 0
+        check_device(op, input.dtype, choice.current_device())  # float64 runs on the CPU only
         T, N, I = self.convert_shape(input.shape)
         # The width of h may be that of a projection, but c always has one element per unit. So read H from c, if there
         # is one.
@@ -354,7 +355,7 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
     # The top layer's h is the op's output, which the caller passes to the backward op, and nothing drops it.
     below_top = {"h": where.D * where.S} | ({"factors": where.D * where.S} if dropout else {})
     layers = [widths | below_top] * (where.L - 1) + [widths]
-    # `BATCH_LAST` names the arrays that are stored with the batch as the last axis.
+    # BATCH_LAST: the arrays that `numpy` has in memory with the batch last. So packing copies them as they are.
     return [
         {name: (T, width, N) if name in BATCH_LAST else (T, N, width) for name, width in layer.items()}
         for layer in layers
@@ -368,7 +369,8 @@ def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, 
     is empty, so is the reserve space. results: for each layer its arrays by name, from `run_layers`.
     """
     named = [(name, arrays[name]) for layer, arrays in zip(shapes, results, strict=False) for name in layer]
-    # The arrays are [T, N, .]; those in `BATCH_LAST` are stored as [T, ., N].
+    # The arrays are [T, N, .]. Those in BATCH_LAST are stored as [T, ., N], which is their order in memory if the
+    # engine `numpy` made them, so it takes no transpose.
     parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)
 
@@ -389,7 +391,8 @@ def unpack(
     # `accumulate` returns where each array ends; the last end is that of the reserve space itself.
     parts = iter(mx.split(reserve_space, list(accumulate(sizes))[:-1]) if sizes else ())
     layers = [{name: next(parts).reshape(shape) for name, shape in layer.items()} for layer in shapes]
-    # Return all arrays as [T, N, .]; those in `BATCH_LAST` are stored as [T, ., N].
+    # Return all arrays as [T, N, .]. Those in BATCH_LAST are stored as [T, ., N], the order in which the engine `numpy`
+    # reads them.
     return [
         {name: mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array for name, array in layer.items()}
         for layer in layers

@@ -325,10 +325,10 @@ graph gets the operations and gradients that engines need."""
 
 @lru_cache(256)
 def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
-    """Return the graph of a built-in cell. The forget bias of an LSTM and bhn, the bias of a GRU's recurrent candidate,
-    are parts of the preactivations, and the limits of c and h are inputs, so that calls with other numbers need no
-    other graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: for a forward pass, whether the
-    caller gets the gates; for a backward pass, whether they have cotangents."""
+    """Return the graph of a built-in cell. An LSTM's forget bias, and bhn, the bias of the recurrent product of a GRU's
+    candidate, are parts of the preactivations, and the limits of c and h are inputs, so that calls with other numbers
+    need no other graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: for a forward pass,
+    whether the caller gets the gates; for a backward pass, whether they have cotangents."""
     gates, before = cell.gate_order, cell.reset == "before"
     # products: the numbers of the gates whose recurrent part is an input of its own, such as p0.
     products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]

@@ -156,9 +156,9 @@ def decide(
 
     table: measurements of the faster Metal engine; without any, its `engines` are empty and its `source` says why.
     `table.trusts` says whether an engine was right in all measurements at this batch size. op: the op that an error
-    names.
-    requested: the engine that the caller forces. If it cannot run, an error is raised. If it is None, the fastest
-    engine that can run is returned. place: where the call runs. refused: engines that failed a test run, with reasons.
+    names. requested: the engine that the caller forces. If it cannot run, an error is raised. If it is None, the
+    fastest engine that can run is returned. place: where the call runs. refused: engines that failed a test run, with
+    reasons.
     """
     check_engine(op, requested)
     B, H, dtype, packing, cell = problem.B, problem.H, problem.dtype, problem.packing, problem.cell

@@ -92,6 +92,7 @@ class Advised(nn.Module):
 
     op: str  # the layer's name in errors
 
+    # Both methods only tell type checkers that they return a layer of this class; mlx.nn declares an nn.Module.
     def train(self: Self, mode: bool = True) -> Self:
         """Set training mode, or with `False` evaluation mode; return the layer."""
         super().train(mode)

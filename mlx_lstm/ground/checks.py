@@ -82,16 +82,17 @@ def forget_warnings() -> None:
     _said.clear()
 
 
-def check_array(
-    op: str, name: str, array: object, shape: Sequence[int | str], dtype: mx.Dtype | None = None, why: str = ""
-) -> None:
-    """Raise ValueError unless `array` is an MLX array, or an `ArraySpec`, of this shape and dtype.
+Shape = Sequence[int | str] | None
+"""The shape that an array must have: sizes, or letters for any size; None for any shape."""
 
-    shape: sizes, or letters for any size; dtype: `None` for any float; why: the reason for the shape, in the error.
-    """
+
+def check_array(op: str, name: str, array: object, shape: Shape, dtype: mx.Dtype | None = None, why: str = "") -> None:
+    """Raise ValueError unless `array` is an MLX array, or an `ArraySpec`, of this shape and dtype. shape: sizes, or
+    letters for any size; None for any shape. dtype: None for any float. why: the reason for the shape, in the error."""
     if not isinstance(array, (mx.array, ArraySpec)):
         fail(op, f"{name} must be an mlx.core.array{instead_of(array, name)}", type(array).__name__)
     sizes = array.shape
+    shape = sizes if shape is None else shape
     # pairs: where the shape differs from the sizes; a letter in the shape differs from every size, and is allowed.
     pairs = [pair for pair in zip(shape, sizes, strict=False) if pair[0] != pair[1]]
     if len(sizes) != len(shape) or not all([isinstance(want, str) for want, _ in pairs]):

@@ -58,7 +58,7 @@ class Child:
 
     def __init__(self, command: list[str]):
         pipe = subprocess.PIPE
-        self.owner: int = os.getpid()
+        self.owner: int = os.getpid()  # a process that is forked from this one must not use the pipes
         self.process: subprocess.Popen[bytes] = subprocess.Popen(
             command, env=child_environment(), stdin=pipe, stdout=pipe, stderr=pipe
         )

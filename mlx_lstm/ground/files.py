@@ -77,8 +77,9 @@ class Foreign(NamedTuple):
 def foreign(path: Path) -> Iterator[Foreign]:
     """Open a file from an unknown source for the time of a `with` block.
 
-    Inside the block, errors that damaged bytes cause and MemoryError become a ValueError of one line. Its text begins
-    with the path, which replaces a first word "it".
+    Inside the block, errors that damaged bytes cause (DAMAGE) and MemoryError become a ValueError of one line. Its text
+    begins with the path, which replaces a first word "it". Other errors pass, such as the ImportError of a reader whose
+    package is missing.
 
     Raises:
         OSError: the file cannot be opened.
@@ -88,8 +89,6 @@ def foreign(path: Path) -> Iterator[Foreign]:
     with path.open("rb") as stream:
         try:
             yield Foreign(path, stream, Budget(regular(path, os.fstat(stream.fileno()))))
-        except ImportError:
-            raise
         except MemoryError:
             raise ValueError(f"{path} needs more memory than there is") from None
         except DAMAGE as error:
@@ -342,7 +341,7 @@ def new_mode(folder: Path) -> int:
     """Return the permission bits of a new file in a folder. An empty file shows them: the umask can only be read by
     setting it, which would change the files that other threads create."""
     probe = folder / f".{secrets.token_hex(16)}"
-    file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the bits that the umask reduces
     try:
         return os.fstat(file).st_mode & 0o777
     finally:

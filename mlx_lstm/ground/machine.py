@@ -139,13 +139,14 @@ def check_files(options: object, *names: str) -> None:
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with its exit code. End without a message at Ctrl-C, or if nobody reads the
-    output any more, as after `| head`. SIGTERM, and SIGHUP of a closed terminal, are treated as Ctrl-C, so that
-    incomplete files are removed and child processes end. Characters that the terminal cannot show are escaped."""
+    output any more, as after `| head`. SIGTERM, and SIGHUP of a closed terminal, also raise an exception, SystemExit,
+    so that incomplete files are removed and child processes end. Characters that the terminal cannot show are escaped.
+    """
     code: object
     signal.signal(signal.SIGTERM, terminate)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, terminate)
-    sys.unraisablehook = raise_later
+    sys.unraisablehook = raise_later  # else Python would drop a signal's exception that a destructor meets
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

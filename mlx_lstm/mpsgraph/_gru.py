@@ -192,11 +192,12 @@ def gru_gradients(
 
 def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str) -> dict[str, Any]:
     """Check Apple's arguments of a GRU and convert them to arguments of `mlx_lstm.recurrence`. arrays: by Apple's
-    names, None for those that the caller left out. The options are those of `gru`. 3: a GRU has three gates."""
+    names, None for those that the caller left out. The options are those of `gru`."""
     check_descriptor(op, descriptor, GRUDescriptor)
     # The arrays by the names of `mlx_lstm.gru`; `WORDS` maps Apple's names to these.
-    arguments = translated(op, arrays, 3, WORDS, descriptor, mask_layout)
+    arguments = translated(op, arrays, G=3, words=WORDS, descriptor=descriptor, mask_layout=mask_layout)
     if "bhn" in arguments and not descriptor.reset_after:
+        # title: the argument's name in Python, and Apple's spelling.
         fail(op, f"{title('secondary_bias')} must be None without descriptor.reset_after", "an array")
     return arguments | {
         "gate_order": MPSGRAPH["gru"][descriptor.reset_gate_first],  # (flag off, flag on)[flag]

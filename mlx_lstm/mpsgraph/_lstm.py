@@ -217,11 +217,12 @@ def translate(
     op: str, arrays: Given, descriptor: LSTMDescriptor, output_peephole: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
     """Check Apple's arguments of an LSTM and convert them to arguments of `mlx_lstm.recurrence`. arrays: by Apple's
-    names, None for those that the caller left out. The options are those of `lstm`. 4: an LSTM has four gates."""
+    names, None for those that the caller left out. The options are those of `lstm`."""
     check_descriptor(op, descriptor, LSTMDescriptor)
     check_option(op, "output_peephole", output_peephole, ("previous", "current"))
     # `translated` returns the arrays by the names of `mlx_lstm.lstm`; `WORDS` maps Apple's names to these.
-    return translated(op, arrays, 4, WORDS, descriptor, mask_layout) | {
+    arguments = translated(op, arrays, G=4, words=WORDS, descriptor=descriptor, mask_layout=mask_layout)
+    return arguments | {
         "gate_order": MPSGRAPH["lstm"][descriptor.forget_gate_last],  # (flag off, flag on)[flag]
         "activations": activation_names(op, descriptor, PROPERTIES["lstm"], hard_sigmoid),  # of i, f, g, o, output
         "output_peephole": output_peephole,

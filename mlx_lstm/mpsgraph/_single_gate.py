@@ -176,11 +176,11 @@ def translate(
     op: str, arrays: Given, descriptor: SingleGateRNNDescriptor, z_state_holds: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
     """Check Apple's arguments of a single-gate RNN and convert them to arguments of `mlx_lstm.recurrence`. arrays: by
-    Apple's names, None for those that the caller left out. The options are those of `single_gate_rnn`. 1: there is one
-    gate."""
+    Apple's names, None for those that the caller left out. The options are those of `single_gate_rnn`."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
     # words: Apple's names of the arrays, and those of `mlx_lstm.rnn`; z_state is either its gates or its h.
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}
     (activation,) = activation_names(op, descriptor, ["activation"], hard_sigmoid)
-    return translated(op, arrays, 1, words, descriptor, mask_layout) | {"activation": activation}
+    arguments = translated(op, arrays, G=1, words=words, descriptor=descriptor, mask_layout=mask_layout)
+    return arguments | {"activation": activation}

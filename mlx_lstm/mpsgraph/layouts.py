@@ -79,20 +79,19 @@ def check_layouts(op: str, arrays: Given, G: int, bidirectional: bool) -> dict[s
     for name in present.keys() & set(REQUIRED):
         if present[name] is None:
             wrong_layout(op, name, expected[name], {}, "None")  # {}: the sizes are not known yet
-    # The sizes T, N, I and H are read from these two arrays. `check_array` gets their own shape, so it checks only the
-    # class and dtype; the number of axes is checked next.
+    # The sizes T, N, I and H are read from these two arrays. title(name): its name in Python, and Apple's spelling.
     for name in ("source", "recurrent_weight"):
-        check_array(op, title(name), present[name], list(getattr(present[name], "shape", ())))
+        check_array(op, title(name), present[name], shape=None)
         if present[name].ndim != len(expected[name]):
             wrong_layout(op, name, expected[name], {}, f"shape {list(present[name].shape)}")
-        check_sizes(op, title(name), present[name])
+        check_sizes(op, title(name), present[name])  # no axis of size 0
     source, H = present["source"], present["recurrent_weight"].shape[-1]
     sizes = dict(zip("TNI", source.shape, strict=True)) | {"H": H}
     for name, array in present.items():
         if name == "mask":  # `check_mask` does it
             continue
-        shape = list(getattr(array, "shape", ()))
-        check_array(op, title(name), array, shape, source.dtype)  # checks class and dtype only
+        check_array(op, title(name), array, None, source.dtype)  # None: the shape is checked below
+        shape = list(array.shape)
         if name in LEADING_ONE and array.ndim == 3 and array.shape[0] == 1:
             array = present[name] = array[0]
         if list(array.shape) != [size_of(axis, sizes) for axis in expected[name]]:
@@ -124,7 +123,7 @@ def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -
     """Check the mask and convert it to the mask of `mlx_lstm.recurrence`, which broadcasts to [N, D H] or, with
     mask_layout "steps", to [T, N, D H]. arrays: the op's arrays by Apple's names."""
     mask, source, H = arrays["mask"], arrays["source"], arrays["recurrent_weight"].shape[-1]
-    check_array(op, "mask", mask, list(getattr(mask, "shape", ())), source.dtype)  # checks class and dtype only
+    check_array(op, "mask", mask, None, source.dtype)  # None: its shape is checked below
     (T, N, _), D, DH = source.shape, 2 if bidirectional else 1, "2H" if bidirectional else "H"
     # DH: the width of the mask as text. expected: the rule as text. shape: what the mask must broadcast to.
     expected, shape = {
@@ -148,7 +147,7 @@ def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -
 
 def check_descriptor(op: str, descriptor: Any, kind: type) -> None:
     """Check that the descriptor has the op's class `kind`, that its flags are bools and its activations are among
-    Apple's."""
+    Apple's. An error text names a property in Python's and in Apple's spelling (`title`)."""
     if not isinstance(descriptor, kind):
         fail(op, f"descriptor must be a {kind.__name__}", type(descriptor).__name__)
     for field in fields(descriptor):

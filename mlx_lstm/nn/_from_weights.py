@@ -114,7 +114,7 @@ class Recurrence(nn.Module):
             arrays = layer | {"x": x} | {f"{name}0": array[k] for name, array in rows.items()}
             outputs, choice = call.forward(in_dtype(arrays, dtype) | steps, return_gates=False, training=self.training)
             last.append(outputs)
-            vars(self)["_engine_used"] = choice
+            vars(self)["_engine_used"] = choice  # in `vars`, because MLX would count a tuple attribute as parameters
             x = outputs["h"]
         whole = {name: partial(join_states, D, (K * D, B, width)) for name, width in widths.items()}
         states = [whole[name](*(outputs[f"{name}T"] for outputs in last)) for name in widths]
@@ -152,7 +152,7 @@ def from_weights(
 
     Args:
         weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_onnx`.
-        checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
+        checkpoint_every (int or str, optional): in training, save the states of every n-th step only and compute the
             other steps again for the gradient, as in `mlx_lstm.lstm`. Default: `None`, save all.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 

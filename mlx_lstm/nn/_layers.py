@@ -122,7 +122,7 @@ class Layer(Advised):
             ((2, 4), (2, 4))
         """
         op = f"{self.op}.stepper"
-        class_of(op, "the layer", self)
+        class_of(op, "the layer", self)  # raises an error for a subclass that may compute something else
         # read: returns the layer's cell, parameters and engine; the stepper calls it again if parameters have changed.
         read = lambda: [(self._cell(), self._arrays(), self.engine)]  # noqa: E731
         return Stepper(op, read, [self], batch=batch, is_stack=False)
@@ -141,13 +141,16 @@ class Layer(Advised):
         """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
         array: Any = self.get(name)
         if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
-            check_array(self.op, name, getattr(self, name, array), ())
+            array = getattr(self, name, array)
+            check_array(self.op, name, array, shape=None)  # raises the error
         return array
 
     def _arrays(self) -> dict[str, Any]:
         """Return the parameters as a dict by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, without biases
         that are `None`."""
         arrays = {}
+        # A bias that is None is left out. A missing matrix, or an array of NumPy, is an error, which `_parameter`
+        # raises.
         for name, argument in self._names.items():
             if name in self or argument in ("Wx", "Wh") or getattr(self, name) is not None:
                 arrays[argument] = self._parameter(name)

@@ -30,6 +30,7 @@ from ..recurrence import (
     Norm,
     OwnCell,
     Stepper,
+    check_arrays,
     common_dtype,
     first_value,
     layer_norm_arrays,
@@ -196,6 +197,7 @@ class Pointwise(nn.Module):
         """
         self._check_arrays()
         check_array(OP, "x", x, ["B", "L", self.Wx.shape[1]])
+        inputs = check_arrays(OP, "inputs", inputs)
         state = self._first_states(state, x.shape[0], x.dtype)
         # Cast all arrays to one dtype. `others` then has the states, the params and the arrays of the norm, in turn.
         norms = {name: getattr(self, name) for name in self._norm_shapes()}  # the arrays of layer normalisation
@@ -260,9 +262,9 @@ class Pointwise(nn.Module):
         op = f"{OP}.step"
         self._check_forward(op)
         check_array(op, "x", x, ["B", self.Wx.shape[1]])
-        by_step = whole_steps(op, keep, None, x.shape[:1], "[B]")
+        by_step = whole_steps(op, keep, hold=None, shape=x.shape[:1], axes="[B]")
         by_step = {name: array[:, None] for name, array in by_step.items()}  # with a time axis of one step
-        wide = [array[:, None] if isinstance(array, mx.array) and array.ndim == 2 else array for array in inputs]
+        wide = [array[:, None] if array.ndim == 2 else array for array in check_arrays(op, "inputs", inputs)]
         return self(x[:, None], state, inputs=wide, **by_step)[1]  # [1]: the last states
 
     def stepper(self, batch: int | Sequence[int] = (), *, inputs: int = 0) -> Stepper:
@@ -292,7 +294,7 @@ class Pointwise(nn.Module):
             (2, 4)
         """
         op = f"{OP}.stepper"
-        class_of(op, "the layer", self)
+        class_of(op, "the layer", self)  # raises an error for a subclass that may compute something else
         self._check_forward(op)
         count = check_integer(op, "inputs", inputs, least=0)
         # read: returns the cell, the parameters and the engine; the stepper calls it again if parameters have changed.
@@ -323,17 +325,17 @@ class Pointwise(nn.Module):
             fail(OP, f"params must be a list of {params} arrays", what)
         for name, shape in self._norm_shapes().items():
             check_array(OP, name, getattr(self, name), shape)
-        for k, array in enumerate(self.params):  # None: any float dtype
-            check_array(OP, f"params[{k}]", array, [directions * H], None, ", one number per unit,")
+        for k, array in enumerate(self.params):
+            check_array(OP, f"params[{k}]", array, [directions * H], why=", one number per unit,")
 
     def _first_states(self, state: Any, B: int, dtype: mx.Dtype) -> list[mx.array]:
         """Check the first states that the caller passed. Return them as a list. If `state` is None, they are zeros [B,
         H] of this dtype, with 2H in place of H for both directions."""
         count, shape = self._own_cell.states, [B, self._width]
-        if isinstance(state, mx.array):
-            fail(OP, f"state must be a tuple or list of {count} arrays", "an array")
         if state is None:
             return [mx.zeros(shape, dtype)] * count
+        if not isinstance(state, (tuple, list)):
+            fail(OP, f"state must be a tuple or list of {count} arrays", type(state).__name__)
         if len(state) != count:
             fail(OP, f"state must have {count} arrays", len(state))
         for k, array in enumerate(state):

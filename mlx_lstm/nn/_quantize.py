@@ -66,6 +66,8 @@ def quantize(
         kind = type(model).__name__
         advice = f" (of one layer, Quantized{kind}.from_layer makes another)" if quantizes(model) else ""
         fail("nn.quantize", f"model must be a module that has layers{advice}", kind)
+    if class_predicate is not None and not callable(class_predicate):
+        fail("nn.quantize", "class_predicate must be a function of a path and a layer", type(class_predicate).__name__)
     quantized: dict[int, nn.Module] = {}  # {id of a float layer: its quantized copy}
     # predicate(path, layer): whether the layer is to be quantized, or a dict of options.
     predicate = class_predicate or (lambda _, layer: quantizes(layer) or hasattr(layer, "to_quantized"))

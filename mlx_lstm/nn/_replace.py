@@ -1,9 +1,9 @@
 """Replace the recurrent layers of `mlx.nn` in a model by those of `mlx_lstm.nn`, or the reverse.
 
 A layer stays the same object: only its class changes. kinds: a dict from the class of a layer to the class that it
-gets. A reason is a text that says why a layer stays as it is; "" means that it was converted, or is no recurrent layer.
-name: the path of a layer in the model, such as "layers.0". `fail(op, rule, got)` raises the ValueError "[op] rule but
-got ...".
+gets: OURS for layers of `mlx.nn`, THEIRS for ours. A reason is a text that says why a layer stays as it is; "" means
+that it was converted, or is no recurrent layer. name: the path of a layer in the model, such as "layers.0". `fail(op,
+rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 import functools
@@ -211,9 +211,9 @@ def kind_of_parameters(layer: nn.Module) -> str:
     """Return "an LSTM", "a GRU" and so on if a module has the parameters of one, under the names of any known
     format, else an empty text."""
     try:
-        # False: no cache of converted arrays. may_drop: dropout does not matter here. `read` returns layers, each a
+        # now=False: no cache of converted arrays. may_drop: dropout does not matter here. `read` returns layers, each a
         # list of its directions.
-        first = read("the layer", layer, False, may_drop=True)[0][0]
+        first = read("the layer", layer, now=False, may_drop=True)[0][0]
     except ValueError:
         return ""
     return {"lstm": "an LSTM", "gru": "a GRU", "rnn": "an RNN", "pointwise": "a Pointwise"}[first.cell.op]

@@ -185,7 +185,7 @@ def stack(
             where an episode begins. The reversed layers run through the factors in reverse.
         hold (array or list, optional): [B, T], steps that leave the states of every layer as they are, as in
             `mlx_lstm.lstm`.
-        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in
+        checkpoint_every (int or str, optional): in training, save the states of every n-th step only, as in
             `mlx_lstm.lstm`. Default: the layer's own option if it is a layer of `mlx_lstm.nn`, else `None`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the layer's own option if it is a layer
             of `mlx_lstm.nn`, else the best for the stream's device.
@@ -411,7 +411,8 @@ def read_sides(
     layers: Sequence[Any], reverse: Sequence[Any], now: bool, may_drop: bool = False
 ) -> list[list[StackedLayer]]:
     """Read the parameters of all layers. Return one list of layers per direction, the forward direction first. now:
-    whether the call computes immediately, so that converted arrays may come from a cache. may_drop: as in `read`."""
+    whether the call computes immediately, so that converted arrays may come from a cache. may_drop: whether layers with
+    dropout in training mode are accepted, because the caller runs none."""
     sides: dict[str, list[StackedLayer]] = {"layers": [], "reverse": []}  # the layers of each direction
     for name, side in (("layers", layers), ("reverse", reverse)):
         if not isinstance(side, (list, tuple)):
@@ -458,10 +459,10 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
             raise ValueError("Modules and lists of arrays are not read.")
         for key, array in held.items():
             if isinstance(array, np.ndarray):
-                check_array(OP, f"{name}.{key}", array, ())
-        # The converted arrays are cached while the parameters are the same.
+                check_array(OP, f"{name}.{key}", array, shape=None)  # raises the error: `from_names` would take it
+        # The converted arrays are cached by this text while the parameters are the same.
         names = partial(from_names, nonlinearity=act)
-        weights = derived(now, f"{OP} {act}", held, lambda arrays: of_calls(names(arrays)))
+        weights = derived(now, f"{OP} {act}", held, lambda arrays: in_arguments(names(arrays)))
     except ValueError as error:
         # kinds, other: what may be in an object, for the text. why: the text of `from_names`.
         kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
@@ -495,7 +496,7 @@ def read_named(
     for key in kind._names:  # an entry that is no MLX array is not in `held`, such as an array of NumPy: an error
         value = held.get(key, layer.get(key) if isinstance(layer, dict) else getattr(layer, key, None))
         if value is not None and not isinstance(value, (mx.array, Quantized)):
-            check_array(OP, f"{name}.{key}", value, ())
+            check_array(OP, f"{name}.{key}", value, shape=None)  # raises the error
     arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
     titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
     cell: Cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else LSTMCell() if kind is LSTM else GRUCell()
@@ -529,13 +530,13 @@ def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
     return [depth._replace(arrays=part(arrays, d, True)) for d in range(2)] if both else [depth]
 
 
-def of_calls(weights: Weights) -> Weights:
+def in_arguments(weights: Weights) -> Weights:
     """Rename the arrays of all layers and directions to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`. Two
     biases become their sum; of a GRU that needs both, b and bhn."""
-    return weights.map(partial(of_call, weights.cell))
+    return weights.map(partial(as_arguments, weights.cell))
 
 
-def of_call(cell: Cell, arrays: Arrays) -> Arrays:
+def as_arguments(cell: Cell, arrays: Arrays) -> Arrays:
     """Convert one direction's arrays of `Weights` to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`. Two
     biases become one, their sum, unless a GRU needs both. MLX differentiates the sum, so both biases get a gradient."""
     biases = {name: arrays[name] for name in ("bx", "bh") if name in arrays}  # of the input's and recurrent product
@@ -543,6 +544,7 @@ def of_call(cell: Cell, arrays: Arrays) -> Arrays:
     if not biases:
         return others
     bx, bh = (biases.get(name, mx.zeros_like(next(iter(biases.values())))) for name in ("bx", "bh"))
+    # A GRU with reset "before" adds both biases, as all other cells do, whose `reset` is "".
     return others | join_biases(bx, bh, gru=cell.reset == "after")
 
 

@@ -61,9 +61,9 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
                     "layers must have one direction, because the reverse direction starts at the end of the sequence,"
                 )
                 fail(OP, rule, "both directions")
-            # 1: no groups. "concat": how directions are merged, which does not matter. False: each layer must read the
-            # h of the one before, because no function `between` changes it.
-            depths = read_depths(sides, 1, engine, "concat", False)
+            # merge: how two directions are joined, here without effect. any_width=False: each layer must read the h of
+            # the one before, because no function `between` changes it.
+            depths = read_depths(sides, groups=1, engine=engine, merge="concat", any_width=False)
         return [(layer.cell, layer.arrays, layer.engine) for (layer,) in depths]  # (layer,): a depth of one layer
 
     return Stepper(OP, read, layers, batch=batch, is_stack=True)

@@ -3,7 +3,9 @@ as keys. Its key `op` names the op (default: "lstm"); "pointwise" is a cell that
 absent argument is a missing key or None. `recurrence` runs one direction of a case, completed with defaults.
 
 Letters in shapes: T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions. An
-axis GH holds the gates in the order `gate_order`.
+axis GH holds the gates in the order `gate_order`. ARRAYS: the names of all arrays; TAKEN, OPTIONS, OUTPUTS: by op the
+arrays and options that it takes, with their defaults, and its outputs; COMMON: the options of all ops. OWN_AXIS: arrays
+with an axis of directions.
 """
 
 from collections.abc import Mapping
@@ -148,6 +150,7 @@ def complete(case: Call, fl: Rounding) -> OneDirection:
     else:
         names = (*"ifgo", "output") if op == "lstm" else "rzn"
         p.act = dict(zip(names, p.activations, strict=True))
+        # `kink_distance` treats a clip as an activation, because the slope of both jumps at kinks.
         p.act |= {"clip_c": "clip", "clip_h": "clip"} if op == "lstm" else {}
     p.T, p.B = p.x.shape[:2]
     # A cell that the user wrote may have no Wh; it always has h0.
@@ -158,7 +161,7 @@ def complete(case: Call, fl: Rounding) -> OneDirection:
     p.mask_shape = np.shape(p.mask)
     if p.mask is not None or op != "pointwise":
         p.mask = np.broadcast_to(1.0 if p.mask is None else p.mask, (p.T, p.B, p.P))
-    p.frozen_clip = None  # see `forward`
+    p.frozen_clip = None  # or arrays that tests add to c and h in place of clipping them
     p.keep_shape = np.shape(p.keep)
     p.keep = None if p.keep is None else p.keep.reshape(p.T, p.B, 1)
     lengths = np.full(p.B, p.T) if p.lengths is None else np.asarray(p.lengths)

@@ -4,7 +4,8 @@ Letters in shapes: B batch, I input, H hidden, P width of h (H without projectio
 LSTM and r z n of a GRU; the only gate of a plain RNN is called h; k stands for a gate. An axis GH holds the gates in
 the order `gate_order`. p is one direction of a case, with all arguments, sizes and defaults as attributes: p.act[k] is
 the name of an activation, p.norm_of says whether the recurrent product or its sum with the input's part is normalised
-("product", "sum", None). `fl(value)` rounds the result of one operation.
+("product", "sum", None). `fl(value)` rounds the result of one operation. ACTIVATIONS has by name the activations as
+functions of the preactivation, SLOPES their derivatives as functions of the result.
 
 All steps are called alike: step(p, t, x, h_in, h_prev, c_prev, fl), with t the time index. h_in is h_prev times the
 mask, which the recurrent product multiplies. p.frozen_clip: arrays that an LSTM adds in place of clipping, or None. A
@@ -116,7 +117,8 @@ def through(p: OneDirection, gate: str, y: Array, gradient: Array, dgates: Array
 def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one LSTM step and return its values. Inputs are x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times
     the mask, and c_prev [B,H]. If p has a frozen clip, its arrays of step t are added to c and h in place of clipping
-    them; t is read only for this. h_prev is not read.
+    them: the gradient of clip_gradient "through" treats clipping as adding a constant, so tests by finite differences
+    add one. t is read only for this. h_prev is not read.
 
     c = clip(f c_prev + i g)     h = clip(m Wp^T), m = o act_output(c)
     """
@@ -126,10 +128,10 @@ def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_p
     c = unclipped = clipped(c_raw, p.cell_clip, fl) if p.frozen_clip is None else c_raw + p.frozen_clip["c"][t]
     shown = c  # what h is computed from
     if p.norm_c is not None:
-        norm_values["norm_c_y"], norm_values["norm_c_r"] = normalised(c, 1, p.norm_eps, fl)
+        norm_values["norm_c_y"], norm_values["norm_c_r"] = normalised(c, count=1, eps=p.norm_eps, fl=fl)
         shown = scaled(norm_values["norm_c_y"], p.norm_c_scale, p.norm_c_shift, fl)
         c = shown if p.norm_c == "state" else c  # "output": the next step gets c without the norm
-    if peeps_ahead(p):
+    if peeps_ahead(p):  # the output gate has a peephole to this c
         a["o"] = fl(a["o"] + fl(block(p, p.peephole, "o") * c))
     gates["o"] = ACTIVATIONS[p.act["o"]](a["o"], fl)
     # m is the h without a projection Wp. The names with "raw" are values before a clip. squashed: act_output of c.
@@ -140,7 +142,7 @@ def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_p
     # made: the values of this step that its gradient reads. clip_shift: what clipping added to c and h.
     made = dict(h=h, c=c, gates=join(p, gates), squashed=squashed, m=m)
     made |= dict(h_raw=h_raw, c_raw=c_raw, clip_shift={"c": unclipped - c_raw, "h": h - h_raw}) | norm_values
-    # Where a clip stops gradients, its argument in units of the limit has kinks at -1 and 1.
+    # Where a clip stops gradients (`stops`), its argument in units of the limit has kinks at -1 and 1.
     limits = {"clip_c": (c_raw, p.cell_clip), "clip_h": (h_raw, p.projection_clip)}
     stopping = {k: raw / limit for k, (raw, limit) in limits.items() if stops(p, limit)}
     return Step(a=a | {"output": shown} | stopping, **made)

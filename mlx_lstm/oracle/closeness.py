@@ -1,6 +1,10 @@
 """The tolerances of all tests and commands: a result may differ from the float64 oracle only as much as rounding
 explains. The bounds are derived from the inputs alone. No number in this file is fitted to the results of an engine: if
 a check fails, look for the error in the engine.
+
+values: a function that computes results, by name, in the arithmetic of a `Rounding`. A trial is one evaluation of it
+with random errors; a bound comes from TRIALS of them, or from FEW if the tensors are LARGE. FLOATS: the constants of
+each dtype.
 """
 
 from collections.abc import Callable
@@ -82,10 +86,12 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
 
     A group of quantized weights has n weights of the form scale q + bias. Each weight has its own integer q; scale and
     bias are the same for the group. A kernel may compute two sums over the group, S = sum (2^f + q) x and s = sum x,
-    and then scale (S - 2^f s) + bias s. Partial sums of S and s may be larger than the result, and round with larger
-    errors. X is the largest possible |partial sum| of s: the larger one of the sum of the positive x and the sum of the
-    negative |x|. C X is a limit for the partial sums, multiplied by their factors in the result: C^2 = (2 scale 2^f)^2
-    + (scale 2^f + |bias|)^2. The case passes C as the imaginary part of the first weight of each group.
+    and then scale (S - 2^f s) + bias s. Here f, 4 or 8, is the number of bits that q takes: as the first bits of the
+    mantissa of a half whose exponent means 2^f, they give 2^f + q without a conversion. Partial sums of S and s may be
+    larger than the result, and round with larger errors. X is the largest possible |partial sum| of s: the larger one
+    of the sum of the positive x and the sum of the negative |x|. C X is a limit for the partial sums, multiplied by
+    their factors in the result: C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. The case passes C as the imaginary part
+    of the first weight of each group.
 
     The sensitivities must come from the true Jacobian, whose terms cancel: a bound from absolute values grows
     exponentially in T and would allow any result. So the sum is sampled (as CESTAC does): the float64 oracle is
@@ -129,9 +135,10 @@ class Changes:
         """Evaluate until there are `trials` evaluations with random errors added to each operation. Return for each
         element of the results the largest change in any of them."""
         for trial in range(self.done, trials):
+            # systematic: every second trial repeats its errors at each time step.
             noise = Noise(self.dtype, seed=trial, systematic=trial % 2 == 1)
             for name, value in self.values(noise).items():
-                # np.maximum keeps NaN.
+                # gain: how much larger than real errors the added ones were. np.maximum keeps NaN.
                 self.moved[name] = np.maximum(self.moved[name], np.abs(value - self.exact[name]) / noise.gain)
             self.done = trial + 1
         return self.moved
@@ -164,8 +171,8 @@ class Noise(Rounding):
     """float64 arithmetic that adds a random error to every result, as large as the error that an operation in
     `dtype` may have.
 
-    If `dtype` is float64, the added errors are `gain` times larger than real ones, to stand out from the oracle's
-    own rounding.
+    If `dtype` is float64, the added errors are `gain` times larger than real ones, about 2^-26, to stand out from the
+    oracle's own rounding, about 2^-53. The first FIRST errors of a seed come from a cache, to save time.
     """
 
     def __init__(self, dtype: DTypeLike, seed: int, systematic: bool):
@@ -183,14 +190,15 @@ class Noise(Rounding):
         self.rng: np.random.Generator | None = None  # draws the errors after the first FIRST ones
 
     def start_step(self) -> None:
-        if self.systematic:
+        if self.systematic:  # repeat the errors of the step before
             self.drawn, self.rng = 0, None
 
     def load(self, value: Array) -> Array:
         return np.asarray(value).astype(np.complex128 if np.iscomplexobj(value) else np.float64)
 
     def move(self, limit: Array) -> Array:
-        """Return random errors with random signs, whose sizes are between limit / 2 and limit."""
+        """Return random errors with random signs, whose sizes are between limit / 2 and limit: the next ones of this
+        seed, from the cache of the first FIRST ones, or from a generator that skips those that were drawn."""
         shape = np.shape(limit)
         start, self.drawn = self.drawn, self.drawn + prod(shape)
         if self.drawn <= FIRST:

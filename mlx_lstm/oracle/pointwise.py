@@ -10,6 +10,8 @@ number of a constant. The name of an input is a letter and a number: x a preacti
 recurrent part if the cell reads both parts `apart`, s a state (s0 is h), u an input of the step, w a parameter, d the
 gradient of a new state. graph.number: {name of an input: its node}; graph.forward: the nodes of the new states;
 graph.names, graph.back: the inputs that have gradients, and the nodes of these. values: {node: its value [B, H]}.
+EXACT, ROUNDED, FUNCTIONS: NumPy's functions by operation: exact ones, those that only round their result, and those
+whose result may be off by ACTIVATION_UNITS roundings. COMPARISONS: operations that jump where their operands are equal.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -9,7 +9,8 @@ fills in the defaults: p stands for such a direction, with all arguments and siz
 sequences of the batch, I: input features, H: units, P: the width of h, G: gates, D: directions. s is a `Step`: the
 values of one time step, which the tape (a dict by t) keeps for the gradient. p.active[t] [B, 1]: which sequences run
 step t; p.alive[t]: which have not ended, held or not. keep: a factor on the states before a step; hold: steps that
-leave the states unchanged. A cotangent is the gradient that the caller gives for an output.
+leave the states unchanged. A cotangent is the gradient that the caller gives for an output. `STEPS` has the functions
+that run one step of each op, forward and backward.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Tensors | None = None
     of a constant. So they compute these constants once by `clip_shift`, and add the same constants at all points.
     """
     fl = Rounding(dtype)
-    return fl.store(evaluate(case, None, fl, frozen_clip)[0])
+    return fl.store(evaluate(case, cotangents=None, fl=fl, frozen_clip=frozen_clip)[0])
 
 
 def backward(case: Call, cotangents: Cotangents, *, dtype: DTypeLike = np.float64) -> Tensors:
@@ -56,7 +57,8 @@ def evaluate(
     case: Call, cotangents: Cotangents | None, fl: Rounding, frozen_clip: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
     """Run a case (a dict of an op's arguments) in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays.
-    If cotangents is None, there are no gradients."""
+    If cotangents is None, there are no gradients. frozen_clip: arrays that are added to "c" and "h" in place of
+    clipping, as in `forward`."""
     results = []  # (outputs, gradients) of each direction
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)

@@ -18,7 +18,7 @@ For the modules above this one: the layers, and the functions in the style of ot
   layer's options `keep` (a factor on the state) and `hold` (steps that leave the state unchanged), `whole_lengths` its
   option `lengths`.
 - `Stepper` runs layers one time step at a time. `OwnCell` is a cell of `pointwise` as a layer holds it; `side_by_side`
-  joins the states besides h into one array, and `apart_again` splits them.
+  joins the states besides h into one array, and `apart_again` splits them. `check_arrays` checks a list of arrays.
 - `unguarded` lets Metal kernels run without a prior test run, for commands that check every result themselves.
 """
 
@@ -32,7 +32,7 @@ from ._lstm import LSTMOutput as LSTMOutput
 from ._lstm import lstm, lstm_gradients
 from ._norm import Norm, first_value, layer_norm_arrays, layer_norm_of, norm_given
 from ._packed import PackedSequence, check_packed, pack_padded_sequence, pad_packed_sequence
-from ._pointwise import OwnCell, apart_again, pointwise, side_by_side
+from ._pointwise import OwnCell, apart_again, check_arrays, pointwise, side_by_side
 from ._quantized import QUANTIZED, QuantizedLayer
 from ._recognise import recognise
 from ._recurrent import recurrent
@@ -53,6 +53,7 @@ __all__ = [
     "QuantizedLayer",
     "Stepper",
     "by_layer",
+    "check_arrays",
     "check_packed",
     "common_dtype",
     "pack_padded_sequence",

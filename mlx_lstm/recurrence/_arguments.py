@@ -58,6 +58,7 @@ def check_call(
     separate arrays, under the names of `Quantized.arrays`. flags: options that must be True or False, by name.
     batch_first: x is [B, T, I]. one_step: x is [B, I], without a time axis.
     """
+    # `isinstance` comes first only to save time in each call: the functions `check_...` then raise the error.
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             check_flag(op, name, flag)
@@ -67,7 +68,7 @@ def check_call(
     specs = []  # (name, shape, dtype) of each array; the x of a single step gets a time axis of 1
     for name, array in arrays.items():
         if not isinstance(array, mx.array):
-            check_array(op, name, array, ())
+            check_array(op, name, array, shape=None)
         specs.append((name, (1, *array.shape) if one_step and name == "x" else array.shape, array.dtype))
     return arrays, packing, check_shapes(op, cell, bidirectional, batch_first, tuple(specs), packing)
 
@@ -83,7 +84,7 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
             fail(op, f"{name} must be an mlx.core.array", "Quantized")
         for part in ("packed", "scales"):
             if not isinstance(array := getattr(value, part), mx.array):
-                check_array(op, f"{name}.{part}", array, ())  # raises the error that says what it is instead
+                check_array(op, f"{name}.{part}", array, shape=None)  # raises the error
         try:
             packings.setdefault(value.packing, name)
         except TypeError:  # a field such as a list cannot be in a key: check_packing names it in an error
@@ -185,8 +186,9 @@ def check_shapes(
 
 
 def norm_shapes(own: list[int], G: int, H: int) -> dict[str, list[int]]:
-    """Return the shapes of the scales and shifts of layer normalisation, by name: of the recurrent product or the sum
-    ("norm"), of the input's product ("norm_input"), and of c. own: [2] with both directions, else []."""
+    """Return the shapes of the scales and shifts of layer normalisation, by name: of the recurrent product h Wh^T, or
+    of its sum with the input's part if the sum is normalised ("norm"), of the input's product x Wx^T ("norm_input"),
+    and of c. own: [2] with both directions, else []."""
     each = {"norm": [*own, G * H], "norm_input": [*own, G * H], "norm_c": [*own, H]}
     return {f"{name}_{part}": shape for name, shape in each.items() for part in ("scale", "shift")}
 
@@ -206,7 +208,7 @@ def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: d
     for name in (name for name in shapes if name in arrays):
         check_array(op, names.get(name, name), arrays[name], shapes[name], x.dtype)
     if "keep" in arrays:
-        check_keep(op, arrays["keep"], T, B, D, False)
+        check_keep(op, arrays["keep"], T, B, D, batch_first=False)
     if "mask" in arrays:
         check_mask(op, arrays["mask"], (T, B, D * H), x.dtype, "2" if bidirectional else "")
     return T, B, H, H
@@ -249,7 +251,7 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
 def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
     """Check that the mask broadcasts to `shape`, which is [T, B, width of h], without enlarging `shape`. many: "2"
     with both directions, else an empty text; a part of the error text."""
-    check_array(op, "mask", mask, mask.shape, dtype)  # with its own shape, so only the dtype is checked
+    check_array(op, "mask", mask, None, dtype)  # None: its shape is checked below
     try:
         fits = np.broadcast_shapes(mask.shape, shape) == shape
     except ValueError:
@@ -296,13 +298,12 @@ def once(check: Check) -> Check:
 
 
 class Clips(NamedTuple):
-    """The options of an LSTM's clips as the user passed them: the limits on |c| and on a projected |h|, and the
-    gradient of both clips. has_projection: whether there is a Wp, which `projection_clip` needs."""
+    """The options of an LSTM's clips as the user passed them."""
 
-    cell_clip: float | None
-    projection_clip: float | None = None
-    clip_gradient: str = "through"
-    has_projection: bool = False
+    cell_clip: float | None  # the limit on |c|
+    projection_clip: float | None = None  # the limit on |h|, only of a projected h
+    clip_gradient: str = "through"  # as if nothing were clipped; "zero": 0 where a number was clipped
+    has_projection: bool = False  # whether there is a Wp
 
 
 @once
@@ -317,7 +318,7 @@ def check_lstm(
     """Check the options of an LSTM. Return the cell that they describe."""
     cell_clip, projection_clip, clip_gradient, has_projection = clips
     check_gate_order(op, gate_order, "ifgo")
-    check_activations(op, activations, "five names: those of i, f, g, o and of the output", 5)
+    check_activations(op, activations, "five names: those of i, f, g, o and of the output", count=5)
     check_option(op, "output_peephole", output_peephole, ("current", "previous"))
     # The limits on c and on h. `check_limit` turns 0 and negative numbers, which mean no limit, into None.
     clip = check_limit(op, "cell_clip", cell_clip)
@@ -336,10 +337,11 @@ def check_lstm(
 def check_gru(
     gate_order: str, activations: Sequence[str], reset: str, flip_z: bool, has_bhn: bool, op: str = "gru"
 ) -> GRUCell:
-    """Check the options of a GRU. Return the cell that they describe. has_bhn: whether the call has the array `bhn`, a
-    bias that r multiplies; if r multiplies h before the product, there is nothing like it."""
+    """Check the options of a GRU. Return the cell that they describe. reset: r multiplies h "before" the product with
+    the candidate's matrix, or the product "after" it. flip_z: z is the weight of the candidate n, not of h. has_bhn:
+    whether the call has `bhn`, the bias of that product, which r multiplies only if it comes after the product."""
     check_gate_order(op, gate_order, "rzn")
-    check_activations(op, activations, "three names: those of r, z, n", 3)
+    check_activations(op, activations, "three names: those of r, z, n", count=3)
     check_option(op, "reset", reset, ("after", "before"))
     check_flag(op, "flip_z", flip_z)
     if has_bhn and reset == "before":

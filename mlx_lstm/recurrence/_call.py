@@ -5,7 +5,8 @@ T: time steps, B: batch items, H: hidden units, P: the width of h, D: directions
 dicts by the names of the arguments (x, Wx, Wh, ...) and outputs (h, c, gates, hT, cT). packing: the format of quantized
 weights, or None. keep: a factor on the states before a step; hold: steps that leave the states unchanged; engines know
 no `hold`, so `Steps` (`_steps`) moves the other steps together before an engine runs. A cotangent is the gradient that
-the caller gives for an output. A `Choice` is an engine's name and why it was chosen. op: what error texts begin with.
+the caller gives for an output. A `Choice` is an engine's name and why it was chosen; METAL_ENGINES: "fused" and
+"stepwise", the engines whose kernels are tested before their first use. op: what error texts begin with.
 """
 
 from collections.abc import Sequence
@@ -57,10 +58,11 @@ class Call(NamedTuple):
     """The options of one call as the caller passed them: the cell and the flags, not yet checked against the arrays.
     An engine gets a `Problem` instead, which is checked and also describes the arrays.
 
-    batch_first: x and the sequences are [B, T, features], keep and hold are [B, T]. Only `forward` supports it.
-    lengths_checked: the lengths were computed by this package, so their range needs no check. one_step: x is [B, I],
-    without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru and rnn. All others
-    are options of `lstm`.
+    lengths: the number of steps of each batch item. engine: the one that the user forces. batch_first: x and the
+    sequences are [B, T, features], keep and hold are [B, T]. Only `forward` supports it. lengths_checked: the lengths
+    were computed by this package, so their range needs no check. checkpoint_every: save the states of every n-th step
+    only, or "auto". one_step: x is [B, I], without a time axis. op: the name of the layer in error texts; "" for the
+    functions lstm, gru and rnn.
     """
 
     cell: AnyCell
@@ -117,7 +119,7 @@ class Call(NamedTuple):
     def run(self, problem: Problem, arrays: Arrays, choice: Choice) -> dict[str, Any]:
         """Run the chosen engine. Return the outputs, which MLX can differentiate."""
         # refusal: a function that tests the kernels of the backward pass when MLX asks for a gradient; None if they
-        # need no test.
+        # need no test. If they fail, a forced engine raises an error; in place of another one `ops` runs.
         refusal = None
         if choice.engine in METAL_ENGINES:
             refusal = guarded_gradients(choice, problem, is_forced=self.engine is not None)
@@ -264,6 +266,7 @@ class Call(NamedTuple):
             # builds a graph, so its arrays need not be evaluated here.
             small = training and self.engine is None and choice.is_small_step(self.cell, sizes[0], sizes[1], sizes[2])
             traced = not free and not small and not have_values(values, transforming=True)
+        # masks_differ: whether each step has its own mask. Engines multiply `keep` into the mask.
         problem = Problem(
             *sizes,
             cell=with_limits_of(self.cell, dtype),

@@ -41,7 +41,8 @@ def checkpointed(
     chunk: Chunk, every: int | str, step: Any, sequences: Any, state: Any, parameters: Any, reverse: bool
 ) -> tuple[Any, Any]:
     """Run all chunks of a sequence. Return the outputs [T, B, ...] and the last state; their gradient runs the
-    chunks again. every: the number of steps per chunk, or "auto". step: the user's function, which may capture
+    chunks again. chunk(start, sequences, state, parameters) runs one chunk, and returns (its outputs, the state after
+    it). every: the number of steps per chunk, or "auto". step: the user's function, which may capture
     modules; their parameters get gradients, too. sequences: a tree of arrays [T, ...]. state: the first state.
     parameters: a tree of arrays that each step gets, or None. reverse: whether the last step runs first."""
     # inputs: everything of which the gradient is taken, as one tree.
@@ -55,11 +56,11 @@ def checkpointed(
     order = range(0, T, K)[:: -1 if reverse else 1]  # the first step of each chunk, in the order in which they run
 
     def run(start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
-        """Run the chunk of steps from `start` on, with the inputs `piece`. Return what `chunk` returns. tree: the
-        parameters of the user's function, and the float arrays of the modules that it captures."""
+        """Run the chunk of steps from `start` on, with the inputs `piece`. Return (its outputs, the state after it).
+        tree: the parameters of the user's function, and the float arrays of the `modules` that it captures."""
         # MLX takes gradients of arguments only. So the modules get the arrays of `tree`, an argument, during the chunk.
-        # keys: those of each module; zip joins them with the new arrays to the pairs (key, array) that `replaced`
-        # takes.
+        # keys: of each module those of its arrays, from its pairs (key, array) in `floats`; zip joins them with the new
+        # arrays to such pairs, which `replaced` takes.
         keys = [[key for key, _ in each] for each in floats]
         with replaced(modules, [list(zip(*each, strict=True)) for each in zip(keys, tree["modules"], strict=True)]):
             return chunk(start, piece, state, tree["parameters"])
@@ -228,7 +229,7 @@ def captured_modules(step: Any) -> list[nn.Module]:
             for key, each in parts_of(value):  # what `step` itself captures is called by its own name, as "weights"
                 visit(each, f"{name}.{key}" if depth else key, depth + 1)
 
-    visit(step, "step", 0)
+    visit(step, "step", depth=0)
     return list(modules.values())
 
 

@@ -57,12 +57,10 @@ kernels are tried in this process, because each such trial takes its whole time 
 
 
 class Verdict(NamedTuple):
-    """The result of a trial, a small test run of an engine's kernels. reason: why the kernels are refused; empty if
-    they are correct. keeping: how long the verdict counts.
-    """
+    """The result of a trial, a small test run of an engine's kernels."""
 
-    reason: str
-    keeping: Keeping = "always"
+    reason: str  # why the kernels are refused; empty if they are correct
+    keeping: Keeping = "always"  # how long the verdict counts: "always", for a "day", or in this "process"
 
 
 class CannotBegin(Exception):
@@ -71,10 +69,9 @@ class CannotBegin(Exception):
 
 def verdict_of(reason: str) -> Verdict:
     """Return the result of a test run of kernels: they are refused for this reason, or correct if it is empty. The
-    verdict counts always if the results are wrong or the error is one of the LASTING ones; the whole text decides,
-    before it is shortened."""
+    verdict counts always if the same would come again: wrong results (WRONG), or an error of the compiler or of the
+    GPU's limits (LASTING). All other verdicts count in this process only. The text is shortened to MOST characters."""
     comes_again = not reason or reason.startswith(WRONG) or LASTING.search(reason)
-    # keeping: "always" on this machine, or only in this "process".
     return Verdict(" ".join(shortened(reason, MOST).split()), "always" if comes_again else "process")
 
 
@@ -123,18 +120,14 @@ def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
 
 
 class Attempt:
-    """One request to the child process to run some trials (test runs of kernels before their first use).
-
-    verdicts: the results of the trials that have finished. began: whether this child has answered anything, now or
-    before. kernels: how many kernels are tested, or None before the child has counted them.
-    """
+    """One request to the child process to run some trials (test runs of kernels before their first use)."""
 
     def __init__(self, command: list[str], trials: list[Trial]):
         """Prepare a request. command: what starts the child process."""
         self.command, self.trials = command, trials
-        self.verdicts: list[Verdict] = []
-        self.began = False
-        self.kernels: int | None = None
+        self.verdicts: list[Verdict] = []  # of the trials that have finished
+        self.began = False  # whether this child has answered anything, now or before
+        self.kernels: int | None = None  # how many are tested; None before the child has counted them
         self.told = False  # whether the user has been told that the call waits
 
     def run(self) -> None:

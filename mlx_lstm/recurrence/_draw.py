@@ -1,5 +1,12 @@
 """Draw the random arrays of a trial (a small test run of Metal kernels), as MLX arrays and as input of the float64
-oracle."""
+oracle.
+
+A `Problem` describes a call without its arrays; T, B, H, P, D, G: its steps, batch items, units, width of h,
+directions, gates. A `Case` is a call with its numbers, which the oracle computes in the arithmetic `Rounding(float64)`.
+A kink is a point where the derivative of an activation jumps; `ACTIVATIONS` has these functions by name. parts: random
+arrays by the names of a call, and `steer`, a constant for each preactivation. A problem is packed if its weights are
+quantized.
+"""
 
 from typing import Any, NamedTuple
 
@@ -42,20 +49,22 @@ class Drawn(NamedTuple):
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     """Draw random inputs for a trial (a small test run of kernels) such that all results are small and no preactivation
     is near a kink of its activation (a point where the derivative jumps). Near a kink rounding could change a gradient.
-    """
+    If no attempt succeeds, return the last one with smooth=False."""
     is_own = isinstance(problem.cell, PointwiseCell)
     parts = {} if is_own else draw_parts(problem, rng)
+    # A user's cell gets positive numbers in every second attempt, so it gets twice as many attempts.
     for n in range(2 * HALVINGS if is_own else HALVINGS):
         values = values_for_own_cell(problem, rng, n) if is_own else scaled(problem, parts, 0.5**n)
         case, arrays = case_of(problem, values)
         if is_smooth(case):
-            return Drawn(case, arrays, True)
-    return Drawn(case, arrays, False)
+            return Drawn(case, arrays, smooth=True)
+    return Drawn(case, arrays, smooth=False)
 
 
 def is_smooth(case: Case) -> bool:
-    """Return whether all outputs of a case, and for a cell written by the user all gradients, are small, and no
-    argument is so near to a kink or to a comparison in the cell that rounding could move it across."""
+    """Return whether all outputs of a case are smaller than LARGEST, and no argument is so near to a kink or to a
+    comparison in the cell that rounding could move it across: a few roundings, at most 16 eps. A cell written by the
+    user may be steep, as a logarithm near 0. So its gradients must be small, too."""
     with np.errstate(all="ignore"):  # unbounded activations may overflow float64
         results = case.results(Rounding(np.float64))
         if case.op == "pointwise":
@@ -85,11 +94,12 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     small over all steps, also with unbounded activations.
 
     An offset has a size of 0.5 to 0.7. The offset of the candidate (gate g of an LSTM, n of a GRU, the only gate of
-    a plain RNN) has a random sign for each unit, so that h takes both signs. Exception: in an LSTM whose candidate's
-    activation is never negative, such as relu, this offset is positive; also with clips that stop gradients, if the
-    output's activation is never negative. The offsets of all other gates are positive, so
-    that no gate with relu is 0. An LSTM's c0 has the same sign as the candidate's offset, so that c stays away from 0,
-    where relu has a kink.
+    a plain RNN) has a random sign for each unit, so that h takes both signs. The offsets of all other gates are
+    positive, so that no gate with relu is 0. An LSTM's c0 has the same sign as the candidate's offset, so that c stays
+    away from 0, where relu has a kink. So this offset is positive, too, if the candidate's activation is never
+    negative, such as relu: c then grows from its c0 upwards. With clips that stop gradients it is also positive if the
+    output's activation is never negative: rows of Wp have the signs of the offsets, and positive numbers of h times
+    both signs would cancel.
     """
     _, B, H, _ = problem[:4]
     cell, D, G = problem.cell, problem.directions, problem.cell.gates
@@ -122,13 +132,13 @@ def is_never_negative(activation: str) -> bool:
 
 def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.random.Generator) -> tuple[Tensors, Array]:
     """Return (parts, steer) for clips that stop gradients: some values are clipped, and none comes near a limit, where
-    the gradient jumps. `without_numbers` chooses the limits.
+    the gradient jumps. `without_numbers` chooses the limits: for |h| 0.297, for |c| the geometric mean of the |c| after
+    the first step, from c0 = 0, and of the |c| after the second step without a clip.
 
     c begins near 0. It is below its limit after the first step and above it later, with the sign of the candidate's
-    offset. The numbers of one row of Wp have these signs, so that the projected h is a mean of positive numbers, 0.1 or
-    3 times as large for every second row. So the clip of h changes every second row. signs [D, G H]: the signs of the
-    offsets.
-    """
+    offset. All preactivations are about 0.6 (STEER) times `signs`. The numbers of one row of Wp have these signs, too,
+    so that the projected h is a mean of positive numbers, 0.1 or 3 times as large for every second row. So the clip of
+    h changes every second row. signs [D, G H]: the signs of the offsets."""
     cell, D, H = problem.cell, problem.directions, problem.H
     steer = signs * rng.uniform(STEER - 0.02, STEER + 0.02, signs.shape)
     of_c = signs[:, cell.block("g", H)]
@@ -147,9 +157,11 @@ def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.ran
 def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the float arrays for a test run of kernels: a dict by name, in the order of the problem's
     names. A weight that will be quantized has the shape of its float matrix. Letters: T steps, B items, H units, P the
-    width of h, D directions, G gates. own: the first axis of arrays with one entry per direction."""
+    width of h, D directions, G gates. own: the first axis of arrays with one entry per direction. cell.carried: the
+    states besides h. masks_differ: whether each step has its own mask."""
     T, B, H, P = problem[:4]
     D, G, own = problem.directions, problem.cell.gates, (2,) if problem.bidirectional else ()
+    # width: the features of x. A row of a quantized Wx is at least one group.
     width = problem.packing.group_size if problem.packing and is_packed("Wx", problem.names) else WIDTH
     shapes: dict[str, tuple[int, ...]] = {
         "x": (T, B, width if "Wx" in problem.names else D * G * H),
@@ -175,7 +187,8 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
 def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
     """Return a dict with the shapes of the outputs of a test run of kernels.
 
-    The letters are T steps, B batch items, H units, P the width of a projected h, D directions.
+    The letters are T steps, B batch items, H units, P the width of a projected h, D directions. cell.carried: the
+    states besides h. cell.kept: the numbers of each unit that the forward pass saves for the gradient.
     """
     (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
     c = D * cell.carried * H

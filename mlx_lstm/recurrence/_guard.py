@@ -25,7 +25,7 @@ from ..ground.checks import forget_warnings, warn_once
 from ..ground.machine import child_command, has_interpreter
 from . import _child
 from ._child import CannotBegin, Verdict, by_child, verdict_of
-from ._trial import USUAL, Trial, neighbours, trial_of, without_matrices
+from ._trial import USUAL, Trial, following, trial_of, without_matrices
 
 _locks: defaultdict[str, Lock] = defaultdict(Lock)
 """For each trial, by its text, a lock, so that only one thread runs it."""
@@ -74,7 +74,8 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
 
     is_forced: whether the user forced the engine; then the function raises ValueError instead of returning a reason.
     """
-    if problem.plain or _unguarded or not is_real():  # plain: nobody can ask for a gradient
+    # plain: nobody can ask for a gradient. is_real(): whether there is a GPU; an emulated one needs no test.
+    if problem.plain or _unguarded or not is_real():
         return None
 
     # names: the outputs that have a cotangent. USUAL: h alone, whose kernels were tested before the forward pass.
@@ -124,7 +125,7 @@ def refusal(engine: str, problem: Problem) -> str:
     Kernels that have not been tested on this machine are tested now, only once, however many threads or processes ask
     at the same time.
     """
-    if not is_real():
+    if not is_real():  # there is no GPU, only one that tests emulate
         return ""
     trial = trial_of(engine, problem)
     text = trial.text()
@@ -136,7 +137,8 @@ def refusal(engine: str, problem: Problem) -> str:
             with one_process_at_a_time():
                 reason = known(engine, text)  # another process may have tested the kernels meanwhile
                 if reason is None:
-                    reason = tried(trial, neighbours(engine, problem))
+                    # In the same request test the kernels of calls that will probably follow this one.
+                    reason = tried(trial, following(engine, problem))
     return reason
 
 

@@ -227,7 +227,7 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     for name, error, bound, *_ in beyond:
         size = largest(judge.exact[name])
         allowed = 2 * judged(name, others.get(name), judge.exact[name], judge.bounds[name]).error
-        # Add 4 eps of the dtype, relative to the largest number of the result.
+        # Add 4 roundings (eps of the dtype) of the largest number, because by chance `ops` may have hardly any error.
         allowed += 4 * float_of(dtype_word(problem)).eps * size
         # If `ops` is so wrong that zeros would be allowed, it says nothing about the precision of MLX's products.
         if not (error <= allowed and allowed < size):

@@ -197,21 +197,21 @@ def directions(apart: object, bidirectional: object) -> int:
     return 2 if bidirectional else 1
 
 
-def listed(name: str, arrays: Any) -> list[mx.array]:
-    """Check that `arrays` is a tuple or list of MLX arrays. Return it as a list. name: the argument's name in
-    errors."""
+def check_arrays(op: str, name: str, arrays: Any) -> list[mx.array]:
+    """Check that `arrays` is a tuple or list of MLX arrays of any dtype. Return it as a list. op, name: the function's
+    and the argument's name in errors."""
     if not isinstance(arrays, (tuple, list)):
-        fail(OP, f"{name} must be a tuple or list of arrays", type(arrays).__name__)
+        fail(op, f"{name} must be a tuple or list of arrays", type(arrays).__name__)
     for k, array in enumerate(arrays):
         if not isinstance(array, mx.array):
-            fail(OP, f"{name}[{k}] must be an mlx.core.array{instead_of(array)}", type(array).__name__)
+            fail(op, f"{name}[{k}] must be an mlx.core.array{instead_of(array)}", type(array).__name__)
     return list(arrays)
 
 
 def check_states(state: Any, D: int) -> tuple[list[mx.array], int, int]:
     """Check the first states. Return (states, B, H): the states as a list, the batch size, and the number of hidden
     units. D: the number of directions."""
-    states = listed("state", state)
+    states = check_arrays(OP, "state", state)
     if not states:
         fail(OP, "state must have at least one array, h,", "none")
     check_array(OP, "state[0]", states[0], ["B", "H" if D == 1 else "2H"])
@@ -228,7 +228,7 @@ def check_sequences_of(inputs: Any, x: Any, width: int) -> list[mx.array]:
     of x and broadcast to [T, B, width]. width: the units of all directions."""
     check_array(OP, "x", x, ["T", "B", "I"])
     shape, whole = (*x.shape[:2], width), []
-    for k, array in enumerate(listed("inputs", inputs)):
+    for k, array in enumerate(check_arrays(OP, "inputs", inputs)):
         if array.dtype == mx.complex64:
             fail(OP, f"inputs[{k}] must be real, an integer or bool", array.dtype)
         sizes = (1,) * (3 - array.ndim) + array.shape  # with three axes, as broadcasting adds them
@@ -241,11 +241,10 @@ def check_sequences_of(inputs: Any, x: Any, width: int) -> list[mx.array]:
 def check_params(params: Any, width: int) -> list[mx.array]:
     """Check that each parameter has the shape [width], or [1] or [] if it is one number for all units. Return the
     parameters as a list of arrays [width]. width: the units of all directions."""
-    arrays = listed("params", params)
+    arrays = check_arrays(OP, "params", params)
     for k, array in enumerate(arrays):
         shape = array.shape if array.shape in ((), (1,)) else [width]
-        # None: any float dtype.
-        check_array(OP, f"params[{k}]", array, shape, None, ", one number per unit, or [1] or [] for all units,")
+        check_array(OP, f"params[{k}]", array, shape, why=", one number per unit, or [1] or [] for all units,")
     return [mx.broadcast_to(array, (width,)) for array in arrays]
 
 

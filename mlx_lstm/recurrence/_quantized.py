@@ -4,7 +4,8 @@
 numbers of a row. A quantized layer has the parameters of its float layer, but a quantized weight such as `Wh` is three
 arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`. group_size, bits, mode: the arguments of `mx.quantize`:
 how many numbers of a row share a scale, the bits of a number, and the kind of scales. DEFAULTS has the first two for
-each mode, WIDTHS those that a mode allows. A class of quantized layers has the attributes `op` (its name in errors),
+each mode, WIDTHS those that a mode allows, QUANTIZED the quantized class of each float class. RECURRENT: with these the
+names of recurrent weights begin. A class of quantized layers has the attributes `op` (its name in errors),
 `of` (the class of its float layer) and `kinds` (the classes that `from_layer` takes). A layer is a dict of its
 parameters, so `self.items()` lists these; its other attributes are in `vars(self)`.
 """

@@ -20,6 +20,8 @@ says how the step takes and returns states (`Form`). A way is a hypothesis: the 
 options (`Way`). A trial runs the user's cell (`Trial`). A title is the Python code for a parameter, such as
 "self.weight". `trial.note(rank, text)` keeps the text on the hypothesis of the highest rank, for the warning: rank (0,
 ..) no formula fits, (1,) no matrix fits, (2, ..) values differ, (3,) one number is in doubt, (4,) the cell is random.
+`CALLS` has the ways to call a step, `OPS` and `GATES` our functions and their gates, `HIDDEN` for each the gate of step
+3, `OPENERS` the other block, `DEFAULTS` the options' defaults. LOOSE: the relative error that counts as near.
 """
 
 import warnings
@@ -149,8 +151,8 @@ class StepError(Exception):
 class Form(NamedTuple):
     """How the user's step takes and returns the states.
 
-    call: a key of `CALLS`. at: the index of the first new state among all arrays that the step returns, in the order
-    in which it returns them. The states are returned in the same order as they are taken.
+    call: a key of `CALLS`, such as "step(x, (c, h))". at: the index of the first new state among all arrays that the
+    step returns, in the order in which it returns them. The states are returned in the order in which they are taken.
     """
 
     call: str
@@ -159,7 +161,7 @@ class Form(NamedTuple):
     @property
     def states(self) -> int:
         """Return the number of states: 2 for h and c, 1 for h."""
-        return 2 if "c" in self.call else 1
+        return 2 if "c" in self.call else 1  # such as "step(x, h, c)" and "step(x, h)"
 
     @property
     def c_first(self) -> bool:
@@ -313,6 +315,7 @@ def line_found(trial: "Trial") -> str | None:
     if not forms:
         fail(OP, "step must run for x [B, D] and the state (h, c) or h, each [B, H],", trial.errors)
     if not np.array_equal(before, np.array(random[0])):
+        # (4,): the highest rank, so the user sees this text.
         trial.note((4,), "It draws random numbers: call eval() of the module if it has dropout")
         return None
     # question: why a hypothesis that equals the cell within rounding is still in doubt, as text; "" if it is not.
@@ -328,6 +331,7 @@ def line_found(trial: "Trial") -> str | None:
             line = line_of(way, match.arguments)
             if not question:
                 return line
+            # (3,): only an equal cell that is random has a higher rank.
             trial.note((3,), f"The nearest, {line}, equals it within rounding, but {question}")
     return None
 
@@ -349,7 +353,8 @@ class Trial:
         self.places = {text: (owner, key) for text, owner, key in parameters_of(module, title, set())}
         self.before = {text: owner[key] for text, (owner, key) in self.places.items()}
         self.shapes: dict[str, tuple[int, ...]] = {text: array.shape for text, array in self.before.items()}
-        # x and the states of all runs of one step. No number of c is near 0, because results are divided by it.
+        # x and the states [B, width] of all runs of one step. No number of c is near 0, because results are divided by
+        # it.
         draws = np.random.default_rng(0)
         self.x, self.h = (draws.uniform(-1, 1, (B, width)) for width in (D, H))
         self.c = draws.uniform(0.2, 1, (B, H)) * draws.choice([-1, 1], (B, H))
@@ -376,7 +381,7 @@ class Trial:
         two, which have these weights. The weights of a block are the same in every run."""
         block = self.blocks[n]
         C = {"x": self.D, "h": self.H}.get(block.kinds[0])  # the columns; None for a vector, such as a bias
-        draws = np.random.default_rng([block.row, n])
+        draws = np.random.default_rng([1, n])  # 1: another sequence than that of x and the states, whose seed is 0
         return draws.uniform(-1.5, 1.5, (self.H, C) if C else self.H) / np.sqrt(C or 1)
 
     def forms(self) -> list[Form]:
@@ -384,7 +389,7 @@ class Trial:
         found, errors = [], []
         self.set({title: mx.zeros(shape, mx.float64) for title, shape in self.shapes.items()})
         for call in CALLS:
-            if call == "step(h, x)" and self.D == self.H:  # `CALLS` says why
+            if call == "step(h, x)" and self.D == self.H:  # "step(x, h)" would run, too, and nothing says which is x
                 continue
             first = Form(call, 0)  # 0: not known yet
             try:
@@ -484,6 +489,7 @@ def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Bl
     A `Block` is (title, view, form, columns, row, k, kinds). A lambda is its view, a function of the parameter; the
     arguments with defaults, such as n=n, store the values of this loop. n: an index on the first axis of the parameter.
     """
+    # 8: four gates with a matrix or bias of x and one of h. "b", "bhn", "p": biases and peepholes, see `Part`.
     if len(shape) == 3 and shape[0] <= 8:  # several matrices in one array, such as one per gate
         for n in range(shape[0]):
             for block in blocks_of(title, shape[1:], D, H):
@@ -568,6 +574,8 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     # clip(c) up to the rounding of c, which is 1e6 here: 1e6 times 1e-16 is 1e-10.
     error = 1e-9 * max(1, abs(limit))
     if limit > 0 and np.abs(limits - limit).max() <= error:
+        # The limit itself was measured, to its last digits. So a limit of many digits is not in doubt, as a forget bias
+        # is. If it is the float32 of a short number, `written` returns that number.
         number = decimal(limit, error)
         options["cell_clip"] = written(limit) if number is None else number
     rules = ("through", "zero") if "cell_clip" in options else ("through",)  # of the gradient at the clip
@@ -736,7 +744,7 @@ def joined(blocks: list[list[Block]], order: str, shape: tuple[int, ...]) -> Exp
         firsts = [column[0] for column in columns]
         return Expression(
             " + ".join(first.text() for first in firsts),
-            lambda arrays: sum([first.view(arrays[first.title]) for first in firsts[1:]], whole(firsts[0], arrays)),
+            lambda arrays: sum([whole(first, arrays) for first in firsts[1:]], whole(firsts[0], arrays)),
         )
     texts = [
         " + ".join(sliced(block, H) for block in each) or f"mx.zeros({shape if shape[1:] else H})" for each in blocks
@@ -796,12 +804,12 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     """Return whether the cell's forget bias is the number in `way`, to about 1e-9. Without weights that show it, return
     whether it is 0.
 
-    The sigmoid of gate f must equal that of gate i at many points around 0, where both have the precision of float32:
-    even a shift by a small part of this precision moves the points where the result changes. The new c is sigmoid(z_f)
-    g if only f has weights and the old c is g; it is sigmoid(z_i) g if only i and g have weights and the old c is 0.
+    MLX rounds a sigmoid to float32, also in float64. So sigmoid(z) is a staircase of steps over z, and even a z that is
+    wrong by a small part of a step crosses other edges. Around z = 0 the staircase of gate f, with the forget bias
+    taken off its z, must equal that of gate i. The new c is sigmoid(z_f) g if only f has weights and the old c is g; it
+    is sigmoid(z_i) g if only i and g have weights and the old c is 0.
     """
-    # found: a block of f and of i that multiplies x, and one of g, if there are such. by_x: that of g multiplies x,
-    # too.
+    # found: a block of f and of i that multiplies x, and one of g, if there are such. by_x: whether g reads x, too.
     kinds = (("f", "x"),), (("i", "x"),), (("g", "h"), ("g", "b"), ("g", "x"))
     found = [[block for part in each for block in match.parts.get(part, [])][:1] for each in kinds]
     by_x = bool(found[2]) and found[2][0].kinds == ("x",)
@@ -813,8 +821,8 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
 
     def new_c(blocks: list[Block], x: np.ndarray, c: float) -> np.ndarray:
         """Return the new c [rows, H] after a step in which all weights are 0 except for one column of each of these
-        blocks, or all of a bias. x [rows]: the first feature; the second feature and the first unit of h are 1. c: all
-        numbers of c before the step."""
+        blocks, or all of a bias: these are 1, those of g are `a`. x [rows]: the first feature, which f and i read; g
+        reads the second feature or the first unit of h, both 1. c: all numbers of c before the step."""
         arrays = {title: np.zeros(shape) for title, shape in trial.shapes.items()}
         for block in blocks:
             rows = block.view(arrays[block.title])[block.row * H : (block.row + 1) * H]
@@ -846,7 +854,8 @@ def compared(
     """Run the user's cell and the call with random numbers of the sizes `BATCHES[batch]`. Yield (name, the cell's
     array, the call's array, its allowed error) for the outputs of one step with many rows, the gradients of all
     parameters, of x and of the states, and the outputs of several steps. ROUNDING and SLOPES: the allowed relative
-    errors of values and of gradients."""
+    errors of values and of gradients. From batch WITH_GRADIENTS on only one step is compared, without gradients: the
+    numbers are so large that a gradient may be NaN. BESIDE: the name of what a step returns besides the states."""
     arrays, first = drawn(trial, form, batch)  # parameters by title; [x, h] or [x, h, c]
 
     # One step of the user's cell, and the same step of the call.
@@ -894,7 +903,7 @@ def compared(
 def drawn(trial: Trial, form: Form, batch: int) -> tuple[dict[str, mx.array], list[mx.array]]:
     """Return random parameters by title, and x and the states with many rows, of the sizes `BATCHES[batch]`."""
     # matrices, vectors, inputs, cell: the sizes of the matrices, of the biases and peepholes, of x and h, and of c.
-    draws, (matrices, vectors, inputs, cell) = np.random.default_rng(batch + 1), BATCHES[batch]
+    draws, (matrices, vectors, inputs, cell) = np.random.default_rng(batch + 1), BATCHES[batch]  # 0: `Trial.x`
     arrays = {}
     for title, shape in trial.shapes.items():
         # The square root keeps the products with a matrix from growing with the widths D and H.

@@ -106,7 +106,7 @@ def recurrent(
     every = check_every(OP, checkpoint_every)
     T, B = time_and_batch(x)
     form(x, "x", (T, B))
-    first = form(state, "state", (B,))  # the form that every later state must have
+    state_form = form(state, "state", (B,))  # every later state must have this form, too
     if parameters is not None:
         form(parameters, "parameters", ())
     ends = whole_lengths(OP, lengths, B, T)
@@ -135,13 +135,15 @@ def recurrent(
             state = state if before_at is None else times(before_at[t], state)
             # The tree of x at step t: x gives the structure, x_at a list of steps in the place of each array.
             given = tree_map(lambda _, rows: rows[t], x, x_at), state
+            # live_at[t]: the items that run this step, or None for all. `only_live` makes the step's derivatives 0 for
+            # the others.
             results = step(*filled(given, only_live(live_at[t], leaves(given))), *own)
             if not isinstance(results, tuple) or len(results) != 2:
                 fail(OP, "step must return a tuple of two, (output_t, state),", shown(results))
             output, state = results
-            state_form, where = form(state, "the state that step returns", (B,)), f"at step {start + t}"
-            if state_form != first:
-                fail(OP, f"step must return a state like the first, {first},", f"{state_form} {where}")
+            new_form, where = form(state, "the state that step returns", (B,)), f"at step {start + t}"
+            if new_form != state_form:
+                fail(OP, f"step must return a state like the first, {state_form},", f"{new_form} {where}")
             forms.append(form(output, "the output of step", (B,)))
             if forms[-1] != forms[0]:  # forms: those of all outputs so far
                 fail(OP, f"step must return output of the same form each time, {forms[0]},", f"{forms[-1]} {where}")
@@ -152,7 +154,7 @@ def recurrent(
 
     sequences = (x, live, before)
     if every is None:
-        outputs, last = run(0, sequences, state, parameters)
+        outputs, last = run(0, sequences, state, parameters)  # all steps are one chunk, which begins at step 0
         last = filled(last, distinct(leaves(last)))  # a step may return one array as two states
     else:
         outputs, last = checkpointed(run, every, step, sequences, state, parameters, reverse)
@@ -168,7 +170,7 @@ def over_steps(
     factors by which the state is multiplied before and after each step, or None."""
     options = whole_steps(OP, keep, hold, (T, B), "[T, B]")
     held = options["hold"] != 0 if "hold" in options else None
-    steps = Steps(T, B, (reverse,), False, ends, held)  # one direction; False: the time is the first axis
+    steps = Steps(T, B, backwards=(reverse,), batch_first=False, lengths=ends, hold=held)
     live = None if ends is None and held is None else steps.live()
     if "keep" not in options:
         return live, None, None

@@ -60,7 +60,7 @@ def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str
     for name, array in ways[0].items():
         if name not in JOINED or (name == "x" and "Wx" in ways[0]):
             fail(op, f"arrays must be those of one direction: {', '.join(JOINED)}, x without Wx,", repr(name))
-        check_array(op, f"{name} of forward", array, list(getattr(array, "shape", ())))
+        check_array(op, f"{name} of forward", array, shape=None)
         check_array(op, f"{name} of reverse", ways[1][name], array.shape, array.dtype)
     # A mask of width 1 is shared, unless h has only one unit: then this is its full width.
     mask, Wh = ways[0].get("mask"), ways[0].get("Wh")

@@ -38,20 +38,21 @@ Read = Callable[[], Sequence[tuple[Cell | OwnCell, dict[str, Any], str | None]]]
 """Type of a function that returns for each layer its cell, its parameters by the names of the recurrence, and the
 engine that the user forces, or None."""
 
-OUTSIDE = "a stepper has no gradient and must be called outside of mx.grad, mx.compile and mx.vmap (use step there)"
+MUST_BE_OUTSIDE = (
+    "a stepper has no gradient and must be called outside of mx.grad, mx.compile and mx.vmap (use step there)"
+)
 """The rule of the error that a stepper raises inside a transformation of MLX."""
 
 
 class Watched(NamedTuple):
-    """An array of a layer that a stepper has read: the dict that holds the array, its key, its place if the dict has a
-    list of arrays there (else -1), the array, a function that returns a NumPy view of an array's memory, and this
-    view."""
+    """An array of a layer that a stepper has read. MLX's changes in place, such as `layer.Wh *= 2`, leave the array the
+    same object, but give it other memory. So a view of the memory that was read is kept, too."""
 
-    holder: dict[str, Any]
+    holder: dict[str, Any]  # the dict that holds the array
     key: str
-    place: int
+    place: int  # in the list of arrays that the dict has under this key; -1 if it has the array itself
     array: mx.array
-    view_of: Callable[[Any], np.ndarray]
+    view_of: Callable[[Any], np.ndarray]  # returns a NumPy view of an array's memory
     view: np.ndarray
 
 
@@ -122,13 +123,14 @@ class Stepper:
         cell of the only layer reads.
         """
         self._op, self._read, self._is_stack, self._inputs = op, read, is_stack, inputs
-        # `_prepare` sets: _shape (of x), _batch, _dtype (of the parameters), _carried, _is_lstm, _on_numpy (whether all
-        # layers run on the engine `numpy`), _stream (which runs the steps), _watched and _count (the parameters read).
+        # `_prepare` sets: _shape (of x), _dtype (of the parameters), _carried (the number of states besides h),
+        # _is_lstm (whether the states are h and c of an LSTM), _on_numpy (whether all layers run on the engine
+        # `numpy`), _stream (which runs the steps), _watched and _count (the parameters read).
         self._holders = [h if isinstance(h, dict) else getattr(h, "__dict__", {}) for h in holders]
         sizes = batch if isinstance(batch, (tuple, list)) else [batch]
         self._batch = tuple([check_integer(op, "batch: each size", size, least=1) for size in sizes])
         if is_transforming():
-            fail(op, OUTSIDE, "a call inside")
+            fail(op, MUST_BE_OUTSIDE, "a call inside")
         self._prepare()
 
     def __reduce__(self) -> NoReturn:
@@ -169,15 +171,15 @@ class Stepper:
         if not (is_numpy or isinstance(x, mx.array)) or x.shape != self._shape:
             self._check(x)
         if is_transforming():
-            fail(self._op, OUTSIDE, "a call inside")
+            fail(self._op, MUST_BE_OUTSIDE, "a call inside")
         if self._has_changed():
             self._prepare_again()
         # more: the optional arrays of the step, as the stream takes them.
         more: dict[str, Any] = {} if keep is None else {"keep": self._factors(keep)}
-        if self._inputs or len(inputs):
+        if self._inputs or not isinstance(inputs, (tuple, list)) or inputs:
             more["inputs"] = self._whole_inputs(inputs)
         if not self._on_numpy:
-            self._check(x)
+            self._check(x)  # also its dtype, which below NumPy's cast checks without taking time
             h = self._stream(x, **more)
             return as_numpy(h) if is_numpy else h
         try:

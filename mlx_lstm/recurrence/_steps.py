@@ -147,9 +147,9 @@ class Steps(NamedTuple):
             inner["inputs"] = self.taken(arrays["inputs"], order)
         if "keep" in arrays:
             # The engine does not run held steps, but their factors `keep` still act on the state. So multiply the
-            # factor of each running step by the factors of the held steps just before it. The 0 selects the factors
-            # before each step. Behind the running steps the factor is 1.
-            inner["keep"] = mx.where(ran, self.taken(self.each_direction(inner["keep"], live, 0), order), 1)
+            # factor of each running step by the factors of the held steps just before it (which=0). Behind the running
+            # steps the factor is 1.
+            inner["keep"] = mx.where(ran, self.taken(self.each_direction(inner["keep"], live, which=0), order), 1)
         if masks_differ(arrays):  # the mask has a time axis
             mask = arrays["mask"]
             inner["mask"] = self.taken(mx.broadcast_to(mask, (self.T, self.B, mask.shape[-1])), order)
@@ -179,8 +179,8 @@ class Steps(NamedTuple):
             return inner
         live = self.live()
         ran = mx.cumsum(live.astype(mx.int32), axis=0)  # [T, B]: how many steps have run up to each time index
-        # keep: the factors on the states after held steps; the 1 selects these in `each_direction`.
-        keep = self.each_direction(self.whole_keep(arrays), live, 1) if "keep" in arrays else None
+        # keep: the factors on the states after held steps (which=1).
+        keep = self.each_direction(self.whole_keep(arrays), live, which=1) if "keep" in arrays else None
         outputs: dict[str, Any] = {}
         for name in ("h", "c"):
             if name not in inner:
@@ -281,13 +281,12 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
     # product is complete. At the start only step t itself is looked at. Each round doubles `distance`.
     product, closed, distance = mx.where(live, 1, keep), live, 1
     while distance < len(keep):
-        product = mx.where(closed, product, product * shifted(product, distance, 1))
-        closed = closed | shifted(closed, distance, 1)
+        product = mx.where(closed, product, product * shifted(product, distance, first=1))
+        closed = closed | shifted(closed, distance, first=1)
         distance *= 2
-    # Before a step: its own factor, times the product after the step before it. shifted(..., 1, 1): one step later,
-    # with the factor 1 at the first step.
+    # Before a step: its own factor, times the product after the step before it; the first step has none before it.
     # After a step: `product`, which is 1 after a step that ran.
-    return keep * shifted(product, 1, 1), product
+    return keep * shifted(product, steps=1, first=1), product
 
 
 def shifted(array: Array, steps: int, first: int) -> Array:

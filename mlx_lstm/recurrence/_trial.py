@@ -1,5 +1,10 @@
 """Find the trial for a call: the smallest problem that runs the same Metal kernels, so that they can be tested
-quickly."""
+quickly.
+
+A `Problem` describes a call without its arrays: T steps, B batch items, H units, P the width of h, the cell, options.
+Metal binds arrays of fewer than SMALL = 8 elements in another address space, which makes a different kernel. A trial
+has a batch size of BATCHES, and fixed numbers in place of those that kernels read at run time, such as EPS.
+"""
 
 import json
 from typing import Any, NamedTuple
@@ -86,7 +91,13 @@ def dtype_word(problem: Problem) -> str:
 
 
 def trial_of(engine: str, problem: Problem) -> Trial:
-    """Return the smallest trial (a test run of kernels) that runs the same kernels as this engine for this problem."""
+    """Return the smallest trial (a test run of kernels) that runs the same kernels as this engine for this problem.
+
+    Where other kernels run above a limit (`Limits`), the trial's limit is so low that its small size is above it, too:
+    limits.index, the elements of an array above which indices have 64 bits; launch_steps, the most steps in one launch
+    of `fused`; rows_left, the most arrays of steps that `stepwise` does not join; cores, those of the GPU, 0 for this
+    machine's. A `Cut` sets the batch items (rows) of a threadgroup of `fused` and the registers that stay free (spare).
+    """
     if problem.chunks is not None:
         # The call runs in chunks of the sequence, so the trial runs two small chunks. `one` is the smallest problem
         # that tests a single chunk. If the gradient does not compute chunks again, only sequences longer than the limit
@@ -96,11 +107,11 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
     # keep_size: the number of elements of the array `keep`. joins: whether launches join the arrays of several steps.
     joins, limits, keep_size = False, problem.limits, problem.T * problem.B * problem.directions
-    if engine == "fused" and fused.runs_apart(problem):
+    if engine == "fused" and fused.runs_apart(problem):  # each direction in launches of its own
         problem, keep_size = problem._replace(bidirectional=False), problem.T * problem.B
     if engine == "fused":
         wide = index_of(problem) == mx.uint64
-        if len(fused.division(problem, problem.masks_differ)) > 1:
+        if len(fused.division(problem, problem.masks_differ)) > 1:  # several launches
             limits = limits._replace(launch_steps=2)
         rows = rows_of(problem)
         B, H, P = next((B for B in batches(problem) if rows < B), problem.B), problem.H, problem.P
@@ -112,6 +123,7 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             # The float64 reference computes one direction of such a cell. Its kernels read the number of directions.
             problem = problem._replace(bidirectional=False, reverse=False)
     else:
+        # With a projection there are two kinds of arrays, and each may have half of them.
         wide, left = index_bits(problem) == 64, limits.rows_left // 2 if "Wp" in problem.names else limits.rows_left
         if joins := left < problem.T:
             limits = limits._replace(rows_left=JOINING_LEFT)
@@ -130,23 +142,24 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 
 def without_matrices(engine: str, problem: Problem) -> Problem | None:
     """Return the problem such that this engine computes it without 8 x 8 matrices, which some virtual GPUs lack. Return
-    None if its kernels multiply none."""
+    None if its kernels multiply none. A threadgroup multiplies them if it computes 8 batch items (rows) or more."""
     if engine == "stepwise":
-        found = max(forward_tile(problem)[0], tile_of(problem, problem.H)[0]) >= 8
+        found = max(forward_tile(problem)[0], tile_of(problem, problem.H)[0]) >= 8  # [0]: the rows of a tile
     else:
-        bare = fused.readable(problem, problem.names, problem.dtype)
-        found = fused.tiling_of("forward", bare, bare.dtype).matrices
-    spare = problem.cut.spare if problem.cut else 0
-    return problem._replace(cut=Cut(4, spare)) if found else None
+        as_read = fused.readable(problem, problem.names, problem.dtype)  # no packing if kernels get float weights
+        found = fused.tiling_of("forward", as_read, as_read.dtype).matrices
+    spare = problem.cut.spare if problem.cut else 0  # registers that stay free
+    return problem._replace(cut=Cut(rows=4, spare=spare)) if found else None
 
 
-def neighbours(engine: str, problem: Problem) -> list[Trial]:
+def following(engine: str, problem: Problem) -> list[Trial]:
     """Return trials (test runs of kernels) for calls that will probably follow a call of this problem. After training
     comes evaluation. After a single step without first states comes a single step with them. The trials share kernels
     with this call's own trial, so testing all in one request takes less time."""
     if problem.cotangents is not None:
         return []
     if problem.training and not problem.plain:
+        # Evaluation does not divide a sequence only to compute its chunks again for the gradient.
         chunks = problem.chunks if problem.chunks and not problem.chunks.recomputes else None
         return [trial_of(engine, problem._replace(training=False, plain=True, chunks=chunks))]
     states = {"h0", "c0"} if problem.cell.op == "lstm" else {"h0"}
@@ -202,8 +215,8 @@ def rows_of(problem: Problem) -> int:
     batch can be small."""
     if problem.cut:
         return problem.cut.rows
-    bare = fused.readable(problem, problem.names, problem.dtype)
-    return fused.rows_for(fused.layer_size(problem, problem.dtype.size)._replace(packing=bare.packing))
+    packing = fused.readable(problem, problem.names, problem.dtype).packing  # None if kernels get float weights
+    return fused.rows_for(fused.layer_size(problem, problem.dtype.size)._replace(packing=packing))
 
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
@@ -233,6 +246,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
 
     H = smallest(problem.H, "Wp" if "Wp" in problem.names else "Wh")  # the weight whose rows are H long
     P = smallest(problem.P, "Wh")
+    # A product has the largest tile that gives work to all cores. So a small batch has the tile of a large one if there
+    # are fewer cores.
     for B in batches(problem):
         for cores in (problem.limits.cores, *range(1, 2 * B)):
             small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))

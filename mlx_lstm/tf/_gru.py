@@ -63,6 +63,8 @@ def gru_block_cell(
         w_c (array): [I + H, H].
         b_ru (array): [2H].
         b_c (array): [H].
+        engine (str, optional): force an engine, as in `mlx_lstm.gru`. Default: the best for the stream's device.
+        stream (Stream or Device, optional): where to run, as for any MLX op.
 
     Example:
         >>> import mlx.core as mx
@@ -106,6 +108,7 @@ def gru_block_cell_grad(
         x, h_prev, w_ru, w_c, b_ru, b_c: the arguments of `gru_block_cell`. Only the shapes of x, b_ru, b_c are used.
         r, u, c (array): the outputs of `gru_block_cell`, [N, H].
         d_h (array): the gradient of h, [N, H].
+        engine, stream: as in `gru_block_cell`.
 
     Example:
         >>> import mlx.core as mx

@@ -125,8 +125,8 @@ def lstm_block_cell(
     check_lstm_block_cell(op, given, use_peephole)
     forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
     with on(stream, op):
-        given["x"] = x[None]  # one step: [1, N, I]
-        out = run_lstm(ICFO, 1, given, use_peephole, forget_bias, cell_clip, {"engine": engine})
+        given["x"], steps = x[None], 1  # [1, N, I]
+        out = run_lstm(ICFO, steps, given, use_peephole, forget_bias, cell_clip, {"engine": engine})
         return BlockLSTMOutput(*(array[0] for array in out))
 
 
@@ -394,7 +394,8 @@ def block_lstm_grad_v2(
 ) -> BlockLSTMGradOutput:
     """Return the gradient of `block_lstm_v2`, in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`. The arguments
     and the outputs are those of `block_lstm_grad`: the arguments and outputs of the forward op, from seq_len_max to h,
-    the gradients cs_grad and h_grad [T, N, H] of two outputs, and whether there were peepholes."""
+    the gradients cs_grad and h_grad [T, N, H] of two outputs, and whether there were peepholes. engine: the one to
+    force, as in `mlx_lstm.lstm`; stream: where to run, as for any MLX op."""
     given = common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad_v2"):

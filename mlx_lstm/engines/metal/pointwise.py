@@ -63,8 +63,8 @@ def lanes_text(cell: PointwiseCell, computes: bool = True) -> str:
     """Return the source of the structs of a cell whose units are shared by lanes: `Own`, without the functions of a
     step, and `Lanes<Own>` with them, whose members metal/pointwise.metal lists. slot_block: which gate's weights are
     in a lane's slot n (the n-th of its sums). With `SCATTERS` it is gate n ^ lane: slot 0 is the lane's own gate, and
-    two lanes that exchange sums by simd_shuffle_xor use the same slots. TWO_PRODUCTS: as in a GRU whose reset comes
-    first. computes: False for launches that only move weights and need no functions."""
+    simd_shuffle_xor(sum, n) brings the sum of slot n to the lane whose gate it is. TWO_PRODUCTS: as in a GRU whose
+    reset comes first. computes: False for launches that only move weights and need no functions."""
     lanes = 4 if cell.recurrent else 1
     enum = f"enum {{ LANES = {lanes}, SCATTERS = {int(scatters(cell))}, TWO_PRODUCTS = 0, "
     enum += f"NORMALISES = {int(cell.norm is not None)} }};\n"

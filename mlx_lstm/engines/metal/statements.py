@@ -73,9 +73,9 @@ class Statements:
         self.graph, self.lanes = graph, lanes
         self.uniform, self.bundles = dict(uniform), list(bundles)
         self.lines: list[str] = []
-        self.merged: dict[tuple[int | None, ...], str] = {}
+        self.merged: dict[tuple[int | None, ...], str] = {}  # {the node that each lane wants: variable}, from `merge`
         self.names = (f"v{n}" for n in count())
-        if lanes == 1:
+        if lanes == 1:  # a register holds one node, which the only lane has
             self.uniform |= {n: name for name, nodes in bundles for n in nodes[:1]}
 
     def new(self, n: int, code: str) -> str:

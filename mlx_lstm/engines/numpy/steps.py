@@ -576,7 +576,8 @@ class StepBackward:
         assert of_z is not None
         norm = self.norm = NormBackward(problem, v, of_z, self.of_input, self.plan.other, kept, self.dz)
         self.by_column.append(norm.dp)
-        # A step writes its gradients of one step to these arrays, and then `through_norm` the columns of the chunk.
+        # The code writes the gradients of one step to these arrays; `through_norm` then writes the columns of the
+        # chunk.
         return {"through_norm": norm.through, "dz": norm.d, "dx": norm.dx}
 
     def through_rows(self, dz: Array, dh: Array) -> None:

@@ -42,11 +42,13 @@ from .pointwise import chosen, gradients_by_mlx, pointwise_step
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
     an LSTM also c [T, B, D H] and cT [B, D H]."""
-    # MLX derives the gradient of a user's cell. Some of its products multiply an array by a gradient that is 0 in the
-    # padding. A NaN times 0 is NaN, so the padding of these arrays is set to 0 first.
-    if isinstance(problem.cell, PointwiseCell):
-        names = {"x", "inputs"} & arrays.keys()
-        arrays = arrays | {name: without_padding(arrays.get("lengths"), arrays[name]) for name in names}
+    # MLX may derive a gradient from these operations: of a user's cell, without training, or in forward mode. Some of
+    # its products multiply an array by a gradient that is 0 in the padding. A NaN times 0 is NaN, so the padding of
+    # these arrays is set to 0 first.
+    if "lengths" in arrays:
+        padded = [name for name in ("x", "inputs", "mask") if name in arrays and arrays[name].shape[0] == problem.T]
+        padded = [name for name in padded if arrays[name].ndim == 3]  # not a mask that is the same at all steps
+        arrays = arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
         return sweep_forward(problem, arrays, z)

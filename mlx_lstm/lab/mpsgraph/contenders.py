@@ -5,6 +5,7 @@ MPSGraph, torch on "mps" and our Metal engines each run in a child process, beca
 """
 
 import importlib.util
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -85,6 +86,8 @@ def no_torch_mps() -> str | None:
     """Return why torch cannot use MPS on this machine, or None if it can."""
     if no_torch():
         return no_torch()
+    if sys.platform != "darwin":  # known without torch, whose import takes seconds
+        return "torch has no MPS here"
     import torch
 
     return None if torch.backends.mps.is_available() else "torch has no MPS here"

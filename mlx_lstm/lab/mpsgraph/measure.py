@@ -66,7 +66,14 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
     ran = {name: outcome.results for name, outcome in outcomes.items() if outcome.results or not outcome.problem}
     if not ran:
         return
-    exact, bounds = exact_and_element_bounds(lambda fl: judge.evaluated(case, fl), dtype)
+    try:
+        exact, bounds = exact_and_element_bounds(lambda fl: judge.evaluated(case, fl), dtype)
+    except ValueError as error:  # the mask of a user's dump may have a layout that is not documented
+        for name in ran:
+            yield ComparisonRow(
+                case.name, "-", name, f"not compared, as float64 cannot run the documented case: {error}"
+            )
+        return
     for name, results in ran.items():
         pair = f"{name} - oracle"
         # torch has no gradients of some arrays, and a recording may hold any results; our engines return all of them.

@@ -74,7 +74,8 @@ def failures_text(rows: Sequence[ComparisonRow]) -> str:
         failed = [row for row in rows if row.pair == pair and row.is_failed_call]
         texts = {brief(row.verdict) for row in failed}
         others = f", {len(texts) - 1} other messages" if len(texts) > 1 else ""
-        lines.append(f"{pair} failed in {len(failed)} cases{others}; first in {failed[0].case}:")
+        cases = f"{len(failed)} case{'s' if len(failed) > 1 else ''}"
+        lines.append(f"{pair} failed in {cases}{others}; first in {failed[0].case}:")
         lines.append(brief(failed[0].verdict))
     found: dict[tuple[str, str], list[ComparisonRow]] = {}
     # An implementation that differs from the oracle also differs from the other implementations. Report only the
