@@ -370,7 +370,7 @@ def test_a_folder_that_cannot_be_written(capsys, no_cuts):
         assert tune("/proc/mlx-lstm/engines.json", TINY._replace(dtypes=("float32",))) == 1
     said = capsys.readouterr()
     assert "cannot write /proc/mlx-lstm/engines.json" in said.err and "--tune-file names another place" in said.err
-    assert "float32 B = 1 H = 3:" in said.out
+    assert "float32 B = 9 H = 3:" in said.out
 
 
 # --- The number of GPU cores -----------------------------------------------------------------------------------------
