@@ -170,7 +170,7 @@ def test_the_judge_of_a_long_sequence(monkeypatch):
     """The judge (float64 reference with error bounds) may evaluate a long sequence in parts. The reference then
     stays the same up to rounding, and the error bounds change by less than a factor of 3. The judge still refuses an
     error of 0.1 %."""
-    size = Size(90, 3, 4, 8)
+    size = Size(50, 3, 4, 8)
     numbers = draw(size, "float32")
     monkeypatch.setattr(judging, "PART", size.T)
     whole = judge_layer(numbers, "float32", backward=True)

@@ -147,7 +147,7 @@ def test_open_readings(tmp_path, capsys):
     assert "if z_state is before the activations" in told(tmp_path, capsys, arrays)[1]
     both = '{"bidirectional": true}'
     arrays = dumped(bidirectional=True, absent=("mask",), readings={"output_peephole": "current"}.items())
-    arrays = without(arrays, *BACK)
+    arrays = without(arrays, *BACK, "zState")  # without the forms of z_state the search is faster
     assert "if the output gate peeps at c[t] (E:peephole)" in told(tmp_path, capsys, arrays, "--descriptor", both)[1]
 
 

@@ -166,7 +166,8 @@ def test_who_judges_results_has_no_trial(monkeypatch):
                 assert_trained(forced, x, weights)
 
 
-PROJECTED, BEFORE, BATCH, LONG = {"projection": True}, {"op": "gru", "reset": "before"}, {"B": 65}, {"T": 22}
+PROJECTED, BATCH, LONG = {"projection": True}, {"B": 65}, {"T": 22}
+BEFORE = {"op": "gru", "reset": "before", "keep": True}  # as a call below, whose kernels are the same
 # {kernel: (the engines that use the kernel, options of a call that needs the kernel)}
 FAMILIES = {
     "lstm_fused_arrange": ("fused", {}),

@@ -231,7 +231,10 @@ def test_gradient_of_every_output(op, engine, shown):
             check_gradients(op, engine, seed, ALL_OUTPUTS[op], np.float64, checkpoint_every=1 + seed)
 
 
-@pytest.mark.parametrize("op, engine", on_metal_in_turns(ON_METAL))
+@pytest.mark.parametrize(
+    "op, engine",
+    [pytest.param(*pair, marks=pytest.mark.slow if pair != ("block_lstm_v2", "fused") else []) for pair in ON_METAL],
+)
 def test_gradient_of_every_output_on_metal(op, engine):
     again = {"checkpoint_every": 2} if op == "block_lstm_v2" else {}
     check_gradients(op, engine, 0, ALL_OUTPUTS[op], np.float32, SIZES_ON_METAL, **again)
