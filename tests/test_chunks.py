@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from assertions import assert_close, assert_within
 from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks, judge, run, split, to_mlx
-from on_metal import CROSSED, CROSSED_BATCHES, on_metal, options_at, over_engines
+from on_metal import on_metal, options_at, over_engines
+from test_kernel_paths import Path, check
 
 from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
 from mlx_lstm import nn as ours
@@ -19,7 +20,6 @@ from mlx_lstm import torch as theirs
 from mlx_lstm.engines import METAL_ENGINES, choice, chunks
 from mlx_lstm.engines.cells import RNNCell
 from mlx_lstm.engines.problem import Problem, limited
-from mlx_lstm.lab.cases import at_batch
 from mlx_lstm.lab.timing.worker import PeakMemory, release_memory
 from mlx_lstm.oracle import ARRAYS, backward, forward
 
@@ -81,16 +81,36 @@ def test_each_option_in_sequences_that_are_cut_for_their_length(option):
         assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
 
 
-@pytest.mark.parametrize("number, engine, name, B", [(n, *case) for n, case in enumerate(CROSSED_BATCHES[::23])])
-def test_options_crossed_on_metal(number, engine, name, B):
+# Each cell in each engine, norms, one direction and both, each product, each way of the division. Each call is one of
+# test_kernel_paths.py, so its kernels are compiled once for both files.
+@pytest.mark.parametrize(
+    "path, row, every, way",
+    [
+        (Path("fused", "lanes", False), "lstm, bare", 4, "evaluated"),
+        (Path("fused", "matrices", False), "lstm", None, "evaluated"),
+        (Path("fused", "matrices", False), "gru", 4, "lazy"),
+        (Path("fused", "lanes", True), "gru_before", 1, "evaluated"),
+        (Path("fused", "lanes", True), "rnn, norm", 4, "lazy"),
+        (Path("stepwise", "tiles", False), "lstm", 4, "lazy"),
+        (Path("stepwise", "lanes", False), "gru, norm", 5, "evaluated"),
+        (Path("stepwise", "lanes", False), "gru_before, bare", None, "evaluated"),
+        (Path("stepwise", "lanes", True), "rnn, bare", 4, "evaluated"),
+        (Path("stepwise", "packed lanes", True), "lstm", 4, "lazy"),
+    ],
+    ids=str,
+)
+def test_options_crossed_on_metal(path, row, every, way):
     """Combined options give the right results on Metal engines, both for chunks that are recomputed and for chunks
     that are saved. The chunks are evaluated together or one by one."""
-    check_on_metal(number, engine, at_batch(CROSSED[engine, name], B), B)
+    few = patch.object(choice, "GATES", {"fused": 24, "stepwise": 24})
+    with nullcontext() if every else few, evaluating(way):
+        check(path, row, **({"checkpoint_every": every} if every else {}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine, option, B", over_engines(EVERY_OPTION, [2, 9]))
+@pytest.mark.parametrize("engine, option, B", over_engines(EVERY_OPTION, [2, 9])[::3])
 def test_each_option_on_metal(engine, option, B):
+    """A third of the pairs of an option and an engine: all engines share the code that cuts the arrays of an option."""
     check_on_metal(list(EVERY_OPTION).index(option) + (engine == "fused"), engine, options_at(option, B), B)
 
 
@@ -104,12 +124,11 @@ def check_on_metal(number, engine, options, B):
         assert_right(case | ({"checkpoint_every": every} if every else {}), cotangents, engine)
 
 
-# By default each kind of cell runs on one of the two Metal engines, in turns, because compiling kernels is slow.
 DRAWN = [
-    pytest.param(kind, engine, seed, marks=pytest.mark.slow if seed or engine == METAL_ENGINES[n % 2] else [])
-    for n, kind in enumerate(KINDS)
+    pytest.param(kind, engine, seed, marks=pytest.mark.slow if seed or engine in METAL_ENGINES else [])
+    for kind in KINDS
     for engine in ENGINES
-    for seed in range(4)
+    for seed in range(1 if engine in METAL_ENGINES else 4)
 ]
 
 
@@ -149,17 +168,14 @@ def test_half_precision(option, dtype, engine, way):
         assert_close(name, value, same[name], ref[name])
 
 
-@pytest.mark.parametrize("option, engine", every_so_many(product(["plain", "gru", "lstm_both"], METAL_ENGINES), 3))
-def test_half_precision_on_metal(option, engine):
-    case, cotangents = draw_away_from_kinks(5, dtype=np.float16, **(OPTIONS | KINDS)[option])
-    with on_metal():
-        assert_right(case | {"checkpoint_every": 2}, cotangents, engine, np.float16)
+WHOLE = list(product(["plain", "lengths_reverse", "gru", "rnn", "lstm_both"], ENGINES))
+ON_METAL = [("plain", "fused"), ("lengths_reverse", "stepwise")]
+WHOLE = [(*pair, pair in ON_METAL or (pair[1] not in METAL_ENGINES and n % 3 == 0)) for n, pair in enumerate(WHOLE)]
 
 
-WHOLE = product(["plain", "lengths_reverse", "gru", "rnn", "lstm_both"], ENGINES)
-
-
-@pytest.mark.parametrize("option, engine", every_so_many(WHOLE, 3))
+@pytest.mark.parametrize(
+    "option, engine", [pytest.param(*pair, marks=[] if turn else pytest.mark.slow) for *pair, turn in WHOLE]
+)
 def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
     """A sequence divided into several launches gives the same outputs as a single launch: on Metal bit for bit, on
     other engines up to rounding."""
@@ -207,10 +223,10 @@ def test_sums_over_chunks_overflow_without_a_warning():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["numpy", "ops", "fused"])
 def test_sums_over_chunks_of_16_bits_have_more_digits(engine, way):
     """The gradients of 16-bit weights are added up over chunks in float32. In float16 the sum 2048 + 1 would be
-    rounded to 2048."""
+    rounded to 2048. MLX computes the gradients of weights for both Metal engines."""
     cotangent = mx.array([1.0, 1, 1, 1, 2048], mx.float16).reshape(5, 1, 1)  # the backward pass adds 2048 first
     x, Wx, Wh, b = (make(shape, mx.float16) for make, shape in zip(MAKERS, SHAPES, strict=True))
     with where(engine) if engine in METAL_ENGINES else mx.stream(mx.cpu), evaluating(way):

@@ -115,13 +115,13 @@ def test_equals_torch_programs_that_clamp(option):
         assert_equal(again, {name: expected[name] for name in again}, limit, engine)
 
 
-@pytest.mark.parametrize("option", ["cell_clip, peephole", "both, reverse"])
-@pytest.mark.parametrize("engine", METAL_ENGINES)
+@pytest.mark.parametrize(
+    "engine, option",
+    [("fused", "cell_clip, peephole"), ("fused", "cell_clip, previous"), ("stepwise", "both, reverse")],
+)
 def test_kernels_equal_torch_programs_that_clamp(engine, option):
     """Outputs and gradients of the kernels equal those of a loop in torch with torch.clamp. `fused` has no
-    projection."""
-    if engine == "fused":
-        option = "cell_clip, previous" if option == "both, reverse" else option
+    projection. The kernels of both engines call one function for the clip of c."""
     case, cotangents = drawn(option, np.float32)
     wide = {name: array.astype(np.float64) if isinstance(array, np.ndarray) else array for name, array in case.items()}
     expected = by_torch(wide, {name: d.astype(np.float64) for name, d in cotangents.items()})
@@ -141,7 +141,8 @@ def test_values_at_the_limit(engine):
     arrays = {"x": np.concatenate([np.ones_like(x), np.zeros_like(x), x, np.ones_like(x)], -1), "Wh": np.zeros((4, 1))}
     exact = {"activations": ("identity",) * 5, "clip_gradient": "zero"}
     ways = {"cell_clip": 0.5}, {"projection_clip": 0.5, "Wp": mx.ones((1, 1))}
-    for options in ways if engine != "fused" else ways[:1]:
+    # `fused` has no projection. `stepwise` clips c by the same function of the shaders as `fused`.
+    for options in {"fused": ways[:1], "stepwise": ways[1:]}.get(engine, ways):
         with mx.stream(device_of(engine)), on_metal() if engine in METAL_ENGINES else nullcontext():
             values = [mx.array(array, mx.float32) for array in arrays.values()]
             f = lambda x, Wh, options=options: lstm(x, None, Wh, **exact, **options, engine=engine).h.sum()  # noqa: E731

@@ -116,8 +116,8 @@ OF_OWN_CELLS = ("stepwise_forward", "stepwise_backward", "stepwise_rows", "fused
 """Shader files with code that only cells given as a Python function use, besides the files pointwise*.metal."""
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
-QUICK = ("fused_backward", "pointwise_backward")
-"""The files with barriers of which each can be removed within seconds, so that no slow test is needed for it."""
+QUICK = ("fused_backward",)
+"""The files whose barriers the default tests remove. For each other file with barriers a slow test removes them."""
 
 # Damages that change no result, so that no test can notice them. The comment above an entry, or above several entries,
 # gives the reason.

@@ -134,25 +134,48 @@ NEVER_OPTION = {("fused", name): "`fused` has no projection" for name in ("proje
 """{(engine, option): reason why no call has this combination}."""
 
 
+LANES, TILES = ("lanes", "tiles")
+TURNS = {
+    # {row: (is its call on `fused` by lanes a rare one, (product, rare) of its calls on `stepwise`)}. Of two products
+    # of a row one is in a rare call. The functions of `fused` for lanes and for matrices are apart, so each row runs by
+    # both, if it can. On `stepwise` one function computes a step; the product is an argument of its template. So it is
+    # enough that each cell, and each option that several cells have, meets both products, and rare and usual calls.
+    # The options of an LSTM alone are in two rows, so these run with both products.
+    "lstm": (True, [(LANES, True), (TILES, False)]),
+    "lstm, bare": (False, [(LANES, False), (TILES, True)]),
+    "gru": (True, [(LANES, True)]),
+    "gru, bare": (False, [(TILES, False)]),
+    "gru_before": (True, [(TILES, True)]),
+    "gru_before, bare": (False, [(LANES, False)]),
+    "rnn": (True, [(TILES, False)]),
+    "rnn, bare": (False, [(LANES, True)]),
+    "lstm, norm": (True, [(TILES, True)]),
+    "gru, norm": (False, [(LANES, False)]),
+    "rnn, norm": (True, [(LANES, True)]),
+}
+
+
 def cases():
     """Return pytest parameters (path, name). A path of `PATHS` is a variant of the kernels; a name is the key of a
     set of options in `ROWS`.
 
-    Each row runs on a rare and on a usual path of each engine, in turns one by lanes and the other by matrices or
-    tiles; the other two paths are slow tests. The code that reads quantized weights is the same for all options. So
-    each path with quantized weights runs only one set of options per cell; other cells than LSTM are slow tests here,
-    because test_quantized_kernels.py runs them.
+    The default tests run the calls of `TURNS`. A row with `reverse` uses the kernels of the row without it. The code
+    that reads quantized weights is the same for all options. So each path with quantized weights runs only one set of
+    options per cell; other cells than LSTM are slow tests here, because test_quantized_kernels.py runs them.
     """
     found = []
     for path in PATHS:
-        for n, name in enumerate(ROWS):
-            enough = "packed" not in path.product or name == cell_of(name)
+        for name in ROWS:
+            row = name.removesuffix(", reverse")
+            packed, lanes_rare, calls = "packed" in path.product, *TURNS[row]
+            if packed:
+                turn, may_run = name == "lstm", name == cell_of(name)
+            elif path.engine == "fused":
+                turn, may_run = (path.product == "lanes") == (lanes_rare == path.rare), True
+            else:
+                turn, may_run = (path.product, path.rare) in calls, True
             never = (path.product, cell_of(name)) in NEVER or (path.product == "matrices" and "norm" in ROWS[name])
-            if enough and not never:
-                # A row that only lanes can compute is always their turn.
-                other = path.product == "lanes" and (("matrices", cell_of(name)) in NEVER or "norm" in ROWS[name])
-                turn = other or (n + (path.product == "lanes") + path.rare) % 2 == 0
-                turn = name == "lstm" if "packed" in path.product else turn
+            if may_run and not never and (turn or row == name):
                 found.append(pytest.param(path, name, marks=[] if turn else pytest.mark.slow))
     return found
 
@@ -216,19 +239,25 @@ def drawn(path, name):
     "path, name", cases(), ids=lambda value: "-".join(map(str, value)) if value in PATHS else value
 )
 def test_every_option_on_every_path(path, name):
+    assert_on_path(path, check(path, name))
+
+
+def check(path, name, **in_chunks):
+    """Compare the results of a call with the oracle. Return the log of its kernel launches. in_chunks: the option
+    `checkpoint_every`, which changes no result."""
     case, cotangents, weights, dtype = drawn(path, name)
     with ExitStack() as stack:
         log = stack.enter_context(on_metal())
         stack.enter_context(matrices_from(1 if path.product == "matrices" else 100))
         if path.rare:
             stack.enter_context(limited(index=1, launch_steps=2, rows_left=4))
-        found = joined(run(case, path.engine, dtype, cotangents, weights))
-    assert_on_path(path, log)
+        found = joined(run(case | in_chunks, path.engine, dtype, cotangents, weights))
     exact, limit = exact_and_bounds(lambda fl: joined(evaluate(case, cotangents, fl)), dtype)
     for array, value in found.items():
         assert value.dtype == dtype
         label = f"{path.engine}, {'backward, gradient of' if array in case else 'forward'} {array}"
         assert_within(label, value, exact[array], limit[array])
+    return log
 
 
 def assert_on_path(path, log):

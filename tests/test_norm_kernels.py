@@ -20,7 +20,7 @@ from mlx_lstm.engines.problem import Problem
 from mlx_lstm.recurrence import _judge
 from mlx_lstm.recurrence._trial import trial_from, trial_of
 
-QUICK = {("fused", "state"), ("fused", "gru each"), ("fused", "output"), ("stepwise", "all")}
+QUICK = {("fused", "gru each"), ("fused", "output"), ("stepwise", "all")}
 """The rows that are not slow tests. The paths of test_kernel_paths.py have norms, too."""
 PARAMS = [pytest.param(*row, id="-".join(row[:2]), marks=[] if row[:2] in QUICK else pytest.mark.slow) for row in ROWS]
 
@@ -30,7 +30,7 @@ def test_values_and_gradients(engine, name, sizes, options):
     check(engine, CELLS[name], sizes, options)
 
 
-TRIALS = [("fused", "state", 0), ("fused", "gru each", 0), ("stepwise", "all", 3), ("stepwise", "rnn sum", 0)]
+TRIALS = [("fused", "gru each", 0), ("stepwise", "all", 3)]
 
 
 @pytest.mark.parametrize("engine, name, P", TRIALS)
@@ -54,7 +54,8 @@ def test_a_trial_uses_the_tiles_of_the_call():
         assert small.H <= H and [tile_of(small, n * small.H) for n in (1, 4)] == [tile_of(call, n * H) for n in (1, 4)]
 
 
-OWN = [("fused", NormOptions("sum", "each"), False), ("stepwise", NormOptions("product"), True)]
+OWN = [("fused", NormOptions("sum", "each"), False)]
+OWN += [pytest.param("stepwise", NormOptions("product"), True, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("engine, norm, apart", OWN)
@@ -84,9 +85,9 @@ def test_a_trial_refuses_a_norm_with_the_wrong_eps(monkeypatch):
         assert "error" in _judge.verdict(trial)
 
 
-# Calls of the public functions, with options that the engines do not see: (function, norm, options).
+# Calls of the public functions, with options that the engines do not see: (function, norm, options). Sequences in
+# chunks are in test_chunks.py.
 CALLS = {
-    "checkpoints": (lstm, Norm(c="state"), {"checkpoint_every": 2}),
     "lengths": (lstm, Norm("sum", gates="each", c="output"), {"lengths": mx.array([6, 0, 3, 1]), "reverse": True}),
     "hold": (lstm, Norm("recurrent"), {"hold": np.arange(24).reshape(6, 4) % 3 == 0}),
     "quantized": (lstm, Norm(c="output"), {"quantized": True}),

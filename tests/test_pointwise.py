@@ -32,14 +32,16 @@ from mlx_lstm.nn import Pointwise
 @pytest.mark.parametrize("cell", ZOO)
 def test_every_engine_of_the_cpu_is_right(cell, option):
     """Every cell of `mlx_lstm.cells` gives right outputs and right gradients of all arrays with every set of
-    options. The same cells are also checked with `recurrent`, which loops over plain MLX operations."""
+    options. The same cells are also checked with `recurrent`, which loops over plain MLX operations, each with half of
+    the options."""
     form, options = ZOO[cell], OPTIONS[option]
     case, cotangents = draw_smooth(np.random.default_rng(1), form, options)
     exact, bounds = judged(form, case, cotangents)
     every = {name: options[name] for name in ("checkpoint_every",) if name in options}
     for engine in ("numpy", "ops"):
         assert_right(run(form, case, cotangents, by_pointwise(engine, **every)), exact, bounds, engine)
-    assert_right(run(form, case, cotangents, by_recurrent), exact, bounds, "recurrent")
+    if list(ZOO).index(cell) % 2 == list(OPTIONS).index(option) % 2:
+        assert_right(run(form, case, cotangents, by_recurrent), exact, bounds, "recurrent")
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 3, 4), (20, 17, 3, 6), (3, 33, 5, 2), (9, 1, 2, 3)])

@@ -5,12 +5,11 @@ races and missing writes."""
 import json
 from unittest.mock import patch
 
-import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
 from kernel_texts import name_of, noted
-from on_metal import in_turns, matrices_from, on_metal
+from on_metal import matrices_from, on_metal
 from pointwise_cases import OPTIONS, ZOO, Form, assert_right, by_pointwise, draw_smooth, judged, run
 from slstm_reference import draw_extreme, slstm_by_softmax
 
@@ -62,15 +61,14 @@ def test_every_cell_of_the_zoo_is_right(engine, cell, option):
     check(engine, ZOO[cell], OPTIONS[option], (4, 3, 2, 19), order="random", seed=1)
 
 
-FUSED_TILINGS = [("fused", cell) for cell in ("indrnn", "slstm", "gru", "lstm")]
-STEPWISE_TILINGS = [("stepwise", cell) for cell in ("indrnn", "slstm", "gru")]
-
-
+# test_pointwise_paths.py runs two and four sequences per threadgroup of `fused`, and tiles of 8 sequences.
 @pytest.mark.parametrize(
     "engine, cell, sizes",
     [
-        *in_turns(FUSED_TILINGS, [(2, 1, 1, 1), (3, 20, 2, 9), (2, 70, 2, 33)], others=True),
-        *in_turns(STEPWISE_TILINGS, [(2, 1, 1, 1), (3, 17, 2, 9), (2, 33, 2, 37)], others=True),
+        ("fused", "indrnn", (2, 1, 1, 1)),
+        ("fused", "gru", (2, 70, 2, 33)),
+        ("stepwise", "indrnn", (2, 1, 1, 1)),
+        ("stepwise", "gru", (2, 33, 2, 37)),
     ],
 )
 def test_sizes_that_use_other_tilings_are_right(engine, cell, sizes):
@@ -81,21 +79,12 @@ def test_sizes_that_use_other_tilings_are_right(engine, cell, sizes):
         check(engine, ZOO[cell], {"lengths": True}, sizes)
 
 
-@pytest.mark.parametrize("cell", ["slstm", "gru", "peephole_lstm"])
-def test_matrices_are_right(cell):
+def test_matrices_are_right():
     """Results are right with the kernels of `fused` that multiply 8 x 8 matrices. The last threadgroup has one sequence
     only, and the sums of the parameters' gradients leave out the other seven."""
     with matrices_from(1):
-        log = check("fused", ZOO[cell], {"lengths": True, "keep": True, "mask": True}, (3, 9, 2, 19))
+        log = check("fused", ZOO["peephole_lstm"], {"lengths": True, "keep": True, "mask": True}, (3, 9, 2, 19))
     assert any("fused_matrix" in launch.name for launch in log)
-
-
-@pytest.mark.parametrize(
-    "engine, dtype", in_turns([(engine,) for engine in METAL_ENGINES], [np.float16, ml_dtypes.bfloat16], others=True)
-)
-def test_16_bits_are_right(engine, dtype):
-    """Results for arrays of 16 bits are within the error bounds of their dtype."""
-    check(engine, ZOO["slstm"], {"lengths": True, "keep": True}, (4, 3, 2, 19), dtype=dtype)
 
 
 @pytest.mark.parametrize("engine", METAL_ENGINES)
@@ -109,12 +98,11 @@ def test_extreme_input_gates_of_slstm(engine):
     assert_right({name: got[name] for name in exact}, exact, bounds)
 
 
-@pytest.mark.parametrize("gates, B", [(9, 3), (17, 33)])
-def test_stepwise_runs_cells_with_many_gates(gates, B):
-    """The kernels of `stepwise` are right for cells with so many gates that a threadgroup computes more or fewer
-    sequences than for other cells. `fused` refuses 17 gates."""
-    form = Form(lambda a, state: (mx.tanh(sum(a[1:], a[0]) + state[0]),), gates)
-    check("stepwise", form, {"lengths": True}, (3, B, 2, 11))
+def test_stepwise_runs_cells_with_many_gates():
+    """The kernels of `stepwise` are right for a cell with so many gates that a threadgroup computes fewer sequences
+    than for other cells. `fused` refuses 17 gates."""
+    form = Form(lambda a, state: (mx.tanh(sum(a[1:], a[0]) + state[0]),), 17)
+    check("stepwise", form, {"lengths": True}, (3, 33, 2, 11))
 
 
 @pytest.mark.parametrize("engine", METAL_ENGINES)
@@ -133,11 +121,10 @@ def test_many_gates_and_states_are_right(engine):
     check(engine, Form(cell, 6, 5, 2, 2), {"lengths": True, "keep": True}, (3, 3, 2, 11))
 
 
-@pytest.mark.parametrize("B", [1, 3, 17])
-def test_a_generated_lstm_equals_the_built_in_one(B):
+def test_a_generated_lstm_equals_the_built_in_one():
     """On `stepwise` the kernels that are generated for the LSTM's equations give the results and the gradients of the
     hand-written kernels of `lstm`, up to rounding."""
-    rng, (T, I, H) = np.random.default_rng(5), (4, 3, 13)
+    rng, (T, B, I, H) = np.random.default_rng(5), (4, 3, 3, 13)
     shapes = [(T, B, I), (4 * H, I), (4 * H, H), (4 * H,), (B, H), (B, H)]
     arrays = [mx.array((0.3 * rng.normal(size=shape)).astype(np.float32)) for shape in shapes]
     d = [mx.array(rng.normal(size=shape).astype(np.float32)) for shape in ((T, B, H), (B, H), (B, H))]
@@ -166,10 +153,7 @@ def problem_of(form, names, **options):
 NAMES = {"x", "Wx", "b", "h0"}
 
 
-TRIED = [("fused", cell) for cell in ("lstm", "zoneout_lstm", "gru", "indrnn")]
-
-
-@pytest.mark.parametrize("engine, cell", [*TRIED, ("stepwise", "zoneout_lstm"), ("stepwise", "indrnn")])
+@pytest.mark.parametrize("engine, cell", [("fused", "gru"), ("fused", "indrnn"), ("stepwise", "zoneout_lstm")])
 def test_a_trial_gets_the_graph(engine, cell):
     """Before a cell's kernels are first used, a child process tries them on a small problem (the trial). The child gets
     the traced graph of the cell as text, without the Python function. The trial accepts right kernels and refuses a
@@ -328,11 +312,12 @@ def test_check_tries_the_zoo(tmp_path, capsys):
     cells with a norm, and reports each cell that an engine refuses."""
     assert {form.cell.__name__ for form in check_cells.FORMS} == set(cells.__all__)
     assert [tuple(form) for form in check_cells.FORMS] == [tuple(form) for form in ZOO.values()]
-    with on_metal() as log, trying(check_cells.FORMS[:1], check_cells.NORMED[:1]):
+    few = [form for form in check_cells.FORMS if form.cell is cells.indrnn]
+    with on_metal() as log, trying(tuple(few), check_cells.NORMED[:1]):
         assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 0
     for engine in METAL_ENGINES:
         assert any(engine in launch.name and "backward" in launch.name for launch in log), "no gradient was computed"
-    found = [f"{name}, {engine}" for name in ("lstm", "lstm with a norm") for engine in METAL_ENGINES]
+    found = [f"{name}, {engine}" for name in ("indrnn", "lstm with a norm") for engine in METAL_ENGINES]
     assert json.loads((tmp_path / "cells.json").read_text()) == dict.fromkeys(found, "")
     with trying(check_cells.FORMS[-1:], ()), mx.stream(mx.cpu):
         assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 1

@@ -152,12 +152,10 @@ PATHS = {
     "joins, lanes, both": Path(
         *("stepwise", "four gates", (7, 3, 2, 9), {"rows_left": 2, "index": 0}), EVERY | {"bidirectional": True}
     ),
-    "joins, tiles, reverse": Path(
-        *("stepwise", "apart", (6, 9, 2, 9), {"rows_left": 2}),
+    "joins, tiles, reverse, 64 bits": Path(
+        *("stepwise", "apart", (6, 9, 2, 9), {"rows_left": 2, "index": 0}),
         EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True},
-    ),
-    "large tiles, 64 bits": Path(
-        *("stepwise", "four gates", (3, 33, 2, 7), {"index": 0}), EVERY | {"reverse": True}, mx.bfloat16
+        mx.bfloat16,
     ),
     # MLX passes arrays of fewer than 8 elements to a kernel in another address space.
     "joins of small rows": Path(
@@ -168,9 +166,10 @@ PATHS = {
         {"keep": True, "lengths": True, "bidirectional": True},
         mx.float16,
     ),
+    # The kernels of "joins, lanes, both".
     "joins in chunks": Path(
-        *("stepwise", "four gates", (7, 2, 2, 5), {"unchunked": 3, "rows_left": 2}),
-        EVERY | {"mask": 2, "bidirectional": True},
+        *("stepwise", "four gates", (7, 3, 2, 9), {"unchunked": 3, "rows_left": 2, "index": 0}),
+        EVERY | {"bidirectional": True},
     ),
     # Layer normalisation: of all gates or of each one, with one to six gates, so that a lane has one or two of them.
     "norm of a sum, joins, both": Path(
@@ -181,11 +180,9 @@ PATHS = {
         *("stepwise", "apart", (6, 9, 2, 9), {"rows_left": 2}),
         EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True, "norm": ("recurrent", "each", *SCALED)},
     ),
-    "norm of six gates, small, step by step": Path(
-        *("stepwise", "six gates", (1, 1, 2, 3), {}), {"norm": ("sum", "each"), "keep": True}
-    ),
+    # Each lane of a simdgroup has a unit.
     "norm, 1 row, launches, both": Path(
-        *("fused", "four gates", (7, 3, 2, 9), {"launch_steps": 3, "index": 0}),
+        *("fused", "four gates", (7, 3, 2, 32), {"launch_steps": 3, "index": 0}),
         BOTH | {"norm": ("sum", TOGETHER, *SCALED)},
     ),
     "norm of each gate, 2 rows, reverse": Path(
@@ -197,9 +194,6 @@ PATHS = {
     ),
     "norm of six gates, many simdgroups": Path(
         *("fused", "six gates", (2, 1, 2, 70), {}), {"norm": ("sum", TOGETHER, "scale"), "keep": True}
-    ),
-    "norm of three gates, whole simdgroups": Path(
-        *("fused", "three gates", (3, 1, 2, 32), {}), {"norm": ("sum", TOGETHER, *SCALED), "Wx": None, "lengths": True}
     ),
     "norm of each of four gates": Path(
         *("fused", "four gates", (3, 20, 2, 70), {}),
@@ -219,7 +213,7 @@ PATHS = {
         {"norm": ("sum", TOGETHER, *SCALED), "Wx": None, "lengths": True},
     ),
     "norm in 16 bits, step by step": Path(
-        *("stepwise", "five gates apart", (3, 5, 2, 10), {"unchunked": 2}),
+        *("stepwise", "five gates apart", (3, 5, 2, 10), {}),
         EVERY | {"norm": ("recurrent", TOGETHER)},
         mx.float16,
     ),
@@ -411,6 +405,10 @@ def cell(a, s):
 """,
 }
 COUNTS = (2, 4, 0, 0)
+LEFT_OUT = {
+    ("numpy", "erf"),  # NumPy has no erf: the engine refuses it
+    *(("stepwise", name) for name in ("tanh to atanh", "erf")),
+}
 
 
 def operation_case(name):
@@ -434,12 +432,13 @@ def test_every_operation_is_in_a_cell():
 
 @pytest.mark.parametrize("name", OPERATION_CELLS)
 def test_operations_are_right_on_every_engine(name):
-    """Each operation and its derivative give the same numbers on each engine."""
+    """Each operation and its derivative give the same numbers on each engine. `stepwise` and `fused` get their
+    operations from one table, so `stepwise` runs two of the cells."""
     judge = Judge(operation_case(name))
     verdicts = {}
     for engine in ENGINES:
-        if name == "erf" and engine == "numpy":
-            continue  # NumPy has no erf: the engine refuses it
+        if (engine, name) in LEFT_OUT:
+            continue
         with on_metal() if engine in METAL_ENGINES else mx.stream(mx.cpu):
             verdicts[engine] = judge.verdict(library(judge.case, engine))
     assert set(verdicts.values()) == {"right"}, verdicts

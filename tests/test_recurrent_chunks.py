@@ -2,6 +2,7 @@
 computes the other steps again in the gradient. Results must not change, and memory must stay bounded."""
 
 from functools import partial
+from types import ModuleType
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -92,6 +93,45 @@ class Holding:
         return self.cells["only"][0](x, h)
 
 
+class Settings:
+    """A class that holds a module as an attribute of the class."""
+
+    cell = None
+
+    @property
+    def by_property(self):
+        return type(self).cell
+
+    def __call__(self, x, h):
+        return self.cell(x, h)
+
+
+class Slots:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("cell",)
+
+    def __init__(self, cell):
+        self.cell = cell
+
+    def step(self, x, h):
+        return self.cell(x, h)
+
+
+class Outside(nn.Module):
+    """A module with an object that MLX does not search for parameters."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.holding = Holding(cell)
+
+    def __call__(self, x, h):
+        return self.holding.step(x, h)
+
+
+settings, SETTINGS = Settings(), ModuleType("settings")
+
+
 def ways_to_capture(cell):
     """Return {name: step}: steps that hold the same module in each place where Python keeps what a function needs."""
 
@@ -113,7 +153,15 @@ def ways_to_capture(cell):
     def by_keyword(x, h, *, other):
         return other["cell"](x, h)
 
+    Settings.cell = SETTINGS.cell = cell
+
     return {
+        "a class": lambda x, h: Settings.cell(x, h),
+        "an object of this class": Settings(),
+        "a property": lambda x, h: settings.by_property(x, h),
+        "a slot": Slots(cell).step,
+        "a Python module": lambda x, h: SETTINGS.cell(x, h),
+        "an attribute of a module that is none of its parameters": Outside(cell),
         "a default": in_default,
         "a keyword default": in_keyword_default,
         "a closure": in_closure,
@@ -238,7 +286,10 @@ class Holder:
         return h, self.scale * mx.tanh(x + h)
 
 
+SETTINGS.weight = W
+
 BAD = {
+    "a Python module's": (lambda x, h: (h, mx.tanh(x + h @ SETTINGS.weight)), "in a module, but got weight"),
     "a global array": (global_array, "or hold them in a module, but got W"),
     "inside a closure": (capturing({"recurrent": [W]}), "in a module, but got inner.arrays.recurrent.0"),
     "an object's": (Holder().step, "or hold them in a module, but got self.scale"),

@@ -13,7 +13,7 @@ from on_metal import logged_metal
 ROOT = Path(__file__).parents[1]
 FILES = ("test_kernels.py", "test_kernel_launches.py", "test_kernel_mutations.py", "test_guard.py", "metal_emulator")
 SAMPLE = (
-    "half_precision_crossed and lstm or hardly_more or barrier_is or log_and_counters or few_trials or other_outputs"
+    "few_and_many_items and peephole or hardly_more or barrier_is or log_and_counters or few_trials or other_outputs"
     " or one_child or (any_kernel and lstm_stepwise_forward)"
 )
 

@@ -507,6 +507,10 @@ BAD = {
     "no engine": (lambda: stack([LSTM], X, engine=""), "engine must be one of fused, stepwise, numpy, ops but got ''"),
     "no steps": (lambda: stack([LSTM], X[:, :0]), "with at least one step"),
     "state": (lambda: stack([LSTM], X, mx.zeros((1, 2, H))), r"state must be a tuple \(h_0, c_0\) but got array"),
+    "h alone": (
+        lambda: stack([LSTM], X, (mx.zeros((1, 2, H)),)),
+        r"state must be a tuple \(h_0, c_0\) but got tuple of 1",
+    ),
     "shape of state": (lambda: stack([GRU], X, mx.zeros((2, H))), r"h_0 must have shape \[1, 2, 4\]"),
     "lengths": (lambda: stack([GRU], X, lengths=[6, 1]), r"lengths must lie in 0..5 but got lengths\[0\] = 6"),
 }

@@ -87,8 +87,13 @@ def test_equals_a_loop_of_torch(op, reverse, holds):
             assert_within(name, value, (outputs | gradients)[name], 1e-13 * 64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["numpy", "ops", "stepwise", "fused"])
+# The number of directions changes no kernel, so a Metal engine runs each cell with one of them.
+@pytest.mark.parametrize(
+    "engine, kind",
+    [(engine, kind) for engine in CPU_ENGINES for kind in KINDS]
+    + [("stepwise", kind) for kind in ("lstm", "gru_both", "rnn")]
+    + [("fused", kind) for kind in ("lstm_both", "gru", "rnn_both")],
+)
 def test_nothing_is_read_at_held_steps(engine, kind):
     """Values that must not be read may be NaN, and all results stay the same bit for bit. At held steps these values
     are x, masks and the cotangent of gates. After the end of a sequence they are the values of all arrays. The gates
@@ -136,6 +141,27 @@ def test_what_may_be_given():
             assert mx.array_equal(lstm(**arrays, keep=one).h, whole), axis
         gradients = lstm_gradients(**arrays, keep=~mx.array(done), **saved(arrays, ~mx.array(done)))
         assert "keep" not in gradients and gradients["x"].any()
+
+
+@pytest.mark.parametrize("shown", ("h", "hT"))
+@pytest.mark.parametrize("op", ("lstm", "rnn"))
+def test_the_gradient_needs_no_saved_h(op, shown):
+    """`lstm_gradients` and `rnn_gradients` with keep and hold give the same without h, which follows from the gates."""
+    case = draw(np.random.default_rng(4), sizes=SIZES, dtype=np.float32, op=op)
+    _, arrays, _ = split(case)
+    rng = np.random.default_rng(5)
+    arrays = {name: to_mlx(array, np.float32) for name, array in arrays.items()}
+    arrays |= {"keep": to_mlx(rng.normal(size=(T, B)), np.float32), "hold": mx.array(rng.random((T, B)) < 0.5)}
+    with mx.stream(mx.cpu):
+        out = getattr(recurrence, op)(**arrays, return_gates=True)
+        given = {"gates": out.gates, f"d{shown}": to_mlx(rng.normal(size=getattr(out, shown).shape), np.float32)}
+        given |= {"c": out.c} if op == "lstm" else {}
+        whole, without = (
+            getattr(recurrence, f"{op}_gradients")(**arrays, **given, **more) for more in ({"h": out.h}, {})
+        )
+    assert whole["keep"].any()
+    for name, gradient in whole.items():
+        np.testing.assert_allclose(np.array(without[name]), np.array(gradient), rtol=0, atol=1e-5, err_msg=name)
 
 
 def saved(arrays, keep):

@@ -570,9 +570,10 @@ def changed(layer, input=None, **attributes):
 
 BAD = {
     "input_size must be an integer of at least 1": lambda: ours.LSTM(0, H),
+    "hidden_size must be at most 2147483647, the largest size in MLX but got 10{30}": lambda: ours.LSTM(I, 10**30),
     "hidden_size must be an integer of at least 1": lambda: ours.GRU(I, 2.0),
     "num_layers must be an integer of at least 1": lambda: ours.RNN(I, H, True),
-    "num_layers must be at most 65536 but got 1000000": lambda: ours.LSTM(I, H, 10**30),
+    "num_layers must be at most 65536 but got 1000000": lambda: ours.LSTM(I, H, 10**6),
     "engine must be one of fused, stepwise, numpy, ops but got 'metal'": lambda: ours.LSTM(I, H, engine="metal"),
     "engine must be one of .* but got 'gpu'": lambda: ours.GRUCell(I, H, engine="gpu"),
     r"engine must be one of .* but got array": lambda: changed(ours.GRU(I, H), engine=mx.zeros(2)),

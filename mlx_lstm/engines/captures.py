@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-DEEPEST, MOST, LARGEST = 8, 2000, 4096
+DEEPEST, MOST, LARGEST = 16, 2000, 4096
 """Limits of a search: how deep it follows objects in objects, how many objects it visits, and the bytes of a NumPy
 array whose numbers it puts into the key."""
 
@@ -55,7 +55,9 @@ class Itself:
 
 class Captured:
     """What a function captures. key: the numbers, texts and code that it can reach, as a list of values that can be
-    compared. arrays: the MLX arrays. modules: the modules of `mlx.nn`. reads_numbers: whether code that the search
+    compared. arrays: the MLX arrays. modules: the modules of `mlx.nn`. named: the arrays that are attributes of other
+    objects, of classes and of Python modules, as pairs (attribute, array), without those that a property computes.
+    reads_numbers: whether code that the search
     finds may read numbers of arrays, which the key does not contain.
 
     The search follows an attribute of an object or of a Python module only if the code that reads the object contains
@@ -67,6 +69,7 @@ class Captured:
         self.key: list[Any] = []
         self.arrays: list[mx.array] = []
         self.modules: list[nn.Module] = []
+        self.named: list[tuple[str, mx.array]] = []
         self.reads_numbers: bool = False
         self.seen: dict[tuple[int, tuple[str, ...]], Any] = {}  # holds the objects, so that their ids stay theirs
         self.visit(function, (), 0)
@@ -145,6 +148,8 @@ class Captured:
             with suppress(Exception):  # a property of the user's may raise anything
                 found.append((name, getattr(value, name)))
         for name, held in found:
+            is_held = not isinstance(value, nn.Module) and not isinstance(getattr(type(value), name, None), property)
+            self.named += [(name, held)] if isinstance(held, mx.array) and is_held else []
             self.key.append(name)
             self.visit(held, names, depth)
 
@@ -157,6 +162,16 @@ class Captured:
         """Return all MLX arrays, also those that the modules hold."""
         held: list[Any] = [each for module in self.modules for _, each in tree_flatten(module)]
         return [*self.arrays, *(each for each in held if isinstance(each, mx.array))]
+
+
+def reached(function: Callable[..., Any]) -> tuple[list[nn.Module], list[tuple[str, mx.array]]]:
+    """Return the modules of `mlx.nn` and the arrays, as pairs (name, array), that a function reaches by the names in
+    its code, as attributes of objects, classes and Python modules. If the limits end the search, return those found so
+    far."""
+    found = Captured.__new__(Captured)
+    with suppress(TooMuch):
+        found.__init__(function)
+    return found.modules, found.named
 
 
 def library_of(value: Any) -> str:
@@ -172,17 +187,18 @@ def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
     # A cell of Python holds a variable that an enclosing function shares with the functions inside of it.
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     held = [(name, cell.cell_contents) for name, cell in cells if cell_is_full(cell)]
-    names = [name for name in names_in(function.__code__) if name in function.__globals__]
+    # Without texts: the key in `parameters["W"]` is no global variable W.
+    names = [name for name in names_in(function.__code__, with_texts=False) if name in function.__globals__]
     return [*held, *((name, function.__globals__[name]) for name in names)]
 
 
 @lru_cache(1024)
-def names_in(code: CodeType) -> tuple[str, ...]:
+def names_in(code: CodeType, with_texts: bool = True) -> tuple[str, ...]:
     """Return the names of global variables and attributes in the code of a function, including the functions defined
-    inside of it. Texts that may be names count, too, as in `getattr(self, "rate")`."""
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
+    inside of it. With texts, those that may be names count, too, as in `getattr(self, "rate")`."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each, with_texts)]
     texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
-    return tuple(dict.fromkeys([*code.co_names, *inner, *texts]))
+    return tuple(dict.fromkeys([*code.co_names, *inner, *(texts if with_texts else [])]))
 
 
 def cell_is_full(cell: Any) -> bool:

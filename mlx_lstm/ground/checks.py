@@ -21,6 +21,9 @@ import numpy as np
 NO_UNITS = ", as weights are drawn from +-1/sqrt(hidden_size),"
 """A part of error texts: the reason why a layer must have at least one unit."""
 
+LARGEST_SIZE = 2**31 - 1
+"""The largest size of an axis of an MLX array."""
+
 FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
 """The dtypes that the arrays of a call may have."""
 
@@ -143,9 +146,12 @@ def check_flag(op: str, name: str, value: object, why: str = "") -> None:
 
 def check_integer(op: str, name: str, value: object, *, least: int | None = None, why: str = "") -> int:
     """Check an integer of any type and return it as Python's int. Raise ValueError if it is no integer or below
-    `least`; `why`: the reason, for the error text."""
+    `least`; `why`: the reason, for the error text. A number with a least value counts something, as a size does, so it
+    is limited by `LARGEST_SIZE`, too."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
         fail(op, f"{name} must be an integer{'' if least is None else f' of at least {least}'}{why}", repr(value))
+    if least is not None and value > LARGEST_SIZE:
+        fail(op, f"{name} must be at most {LARGEST_SIZE}, the largest size in MLX", repr(value))
     return int(value)
 
 

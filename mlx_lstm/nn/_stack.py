@@ -589,7 +589,8 @@ def first_states(state: Any, shapes: dict[str, tuple[int, ...]]) -> Arrays:
     if len(shapes) == 1 or state is None:  # a single state comes without a tuple
         state = [state] * len(shapes)
     elif not isinstance(state, (tuple, list)) or len(state) != len(shapes):
-        fail(OP, f"state must be a tuple ({', '.join(f'{name}_0' for name in shapes)})", type(state).__name__)
+        got = f"{type(state).__name__}{f' of {len(state)}' if isinstance(state, (tuple, list)) else ''}"
+        fail(OP, f"state must be a tuple ({', '.join(f'{name}_0' for name in shapes)})", got)
     states = {name: array for name, array in zip(shapes, state, strict=True) if array is not None}
     for name, array in states.items():
         check_array(OP, f"{name}_0", array, shapes[name])

@@ -166,21 +166,24 @@ class Call(NamedTuple):
         # Without any cotangent the gradients are 0: pass zeros for h. sizes[3]: P, the width of h in one direction.
         width = (2 if self.bidirectional else 1) * sizes[3]
         saved, cotangents = steps.saved(saved), cotangents or {"h": mx.zeros((*x.shape[:2], width), x.dtype)}
+        # The gradient of `keep` at a held step reads h, which the caller need not pass.
+        if "h" not in saved:
+            saved |= {"h": h_of(Problem(*sizes, self.cell, bidirectional=self.bidirectional), saved)}
         quantized = packed_names(arrays)
         names = [n for n, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating) and n not in quantized]
         # `shown` lists the engine's outputs that have a cotangent (a gradient that the caller passes). With `hold` the
         # last states hT and cT are read from h and c, so their cotangents become part of the cotangents of h and c:
         # name[0] is the h of hT. A dict, here with values 0, keeps each name once and in order.
         shown = tuple({name[0] if self.hold is not None and name != "gates" else name: 0 for name in cotangents})
-        # like: an array of the shape of each of these outputs.
+        # like: each of these outputs; of the last states, of which only shapes matter, an array of the same shape.
         like = {name: saved.get(name, cotangents.get(name)) for name in shown}
 
         # The outputs of the call as a function of its float arrays, which MLX differentiates below.
         def outputs_of(*values: mx.array) -> list[mx.array]:
             changed = arrays | dict(zip(names, values, strict=True))
             inner = steps.to_engine(changed)
-            # The engine as a custom function. Its values do not matter: only its vjp rule runs, which calls the
-            # gradient op. So it returns arrays of the right shapes.
+            # The engine as a custom function. It does not run: it returns the outputs that a forward pass has saved.
+            # Its vjp rule calls the gradient op.
             engine = custom_function(lambda *values: tuple(like.values()))
 
             # The vjp rule of MLX: primals are the engine's arrays, `outputs` its outputs, which are not read.

@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..engines.captures import variables_of
+from ..engines.captures import reached, variables_of
 from ..engines.tracing import custom_function, vjp
 from ..ground.checks import fail
 
@@ -222,15 +222,31 @@ def captured_modules(step: Any) -> list[nn.Module]:
         if isinstance(value, nn.Module):
             modules[id(value)] = value
         elif isinstance(value, mx.array):
-            if is_float(value):
-                rule = "step must not capture arrays of floats with checkpoint_every: pass them as parameters="
-                fail(OP, f"{rule}, or hold them in a module,", name)
+            refuse_floats(value, name)
         else:
             for key, each in parts_of(value):  # what `step` itself captures is called by its own name, as "weights"
                 visit(each, f"{name}.{key}" if depth else key, depth + 1)
 
     visit(step, "step", depth=0)
+    # A module or an array may also be an attribute of a class or of a Python module, and a module may be a property:
+    # then only a name in the code of the step tells that it is used. inside: the ids of the modules found so far, and
+    # of the modules in them.
+    further, arrays = reached(step)
+    for name, array in arrays:
+        refuse_floats(array, name)
+    inside = {id(each) for module in modules.values() for each in module.modules()}
+    for module in further:
+        if id(module) not in inside:
+            modules[id(module)] = module
+            inside |= {id(each) for each in module.modules()}
     return list(modules.values())
+
+
+def refuse_floats(array: mx.array, name: str) -> None:
+    """Raise an error if an array that the user's function captures is of floats. name: what the error text calls it."""
+    if is_float(array):
+        rule = "step must not capture arrays of floats with checkpoint_every: pass them as parameters="
+        fail(OP, f"{rule}, or hold them in a module,", name)
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]]:

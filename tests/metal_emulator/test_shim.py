@@ -45,14 +45,16 @@ threadgroup T tile[64];
 threadgroup float result[64];
 const uint l = thread_index_in_simdgroup;
 for (uint k = l; k < 64; k += 32) tile[k] = a1[k];
-threadgroup_barrier(mem_flags::mem_threadgroup);
-simdgroup_load(a, a0, 8, ulong2(0, 0), LEFT);
-simdgroup_load(b, tile, 8, ulong2(0, 0), RIGHT);
-simdgroup_multiply(c, a, b);
-simdgroup_multiply_accumulate(c, a, b, c);
-simdgroup_store(c, result, 8, ulong2(0, 0), RESULT);
-threadgroup_barrier(mem_flags::mem_threadgroup);
-for (uint k = l; k < 64; k += 32) o0[k] = static_cast<T>(result[k]);
+for (uint flags = 0; flags < 8; ++flags) {
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  simdgroup_load(a, a0, 8, ulong2(0, 0), (flags & 1) != 0);
+  simdgroup_load(b, tile, 8, ulong2(0, 0), (flags & 2) != 0);
+  simdgroup_multiply(c, a, b);
+  simdgroup_multiply_accumulate(c, a, b, c);
+  simdgroup_store(c, result, 8, ulong2(0, 0), (flags & 4) != 0);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint k = l; k < 64; k += 32) o0[64 * flags + k] = static_cast<T>(result[k]);
+}
 """
 
 
@@ -60,14 +62,12 @@ for (uint k = l; k < 64; k += 32) o0[k] = static_cast<T>(result[k]);
 def test_matrices_with_every_transpose(dtype):
     r = np.random.default_rng(1)
     a, b = (r.integers(-2, 3, (8, 8)).astype(np.float32) for _ in range(2))
+    sample = Sample(MATRIX, [a.reshape(-1), b.reshape(-1)], [(8, 8, 8)], (32, 1, 1), (32, 1, 1), dtype=dtype)
+    with emulated_metal():
+        got = sample.run()[0]
     for flags in range(8):
-        left, right, result = bool(flags & 1), bool(flags & 2), bool(flags & 4)
-        sample = Sample(MATRIX, [a.reshape(-1), b.reshape(-1)], [(8, 8)], (32, 1, 1), (32, 1, 1), dtype=dtype)
-        sample.template = [("LEFT", left), ("RIGHT", right), ("RESULT", result)]
-        with emulated_metal():
-            got = sample.run()[0]
-        want = 2 * (a.T if left else a) @ (b.T if right else b)
-        assert np.array_equal(got, want.T if result else want)
+        want = 2 * (a.T if flags & 1 else a) @ (b.T if flags & 2 else b)
+        assert np.array_equal(got[flags], want.T if flags & 4 else want)
 
 
 def test_matrix_origin_elements_and_constructors():
