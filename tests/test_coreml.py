@@ -12,6 +12,7 @@ import pytest
 
 import mlx_lstm.torch
 from mlx_lstm import convert
+from mlx_lstm.convert.__main__ import main
 
 T, I, H = 5, 3, 4
 ACTIVATIONS = {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh, "relu": lambda x: np.maximum(x, 0)}
@@ -147,6 +148,15 @@ def test_packages_are_replaced_by_force_only(package, tmp_path):
     with pytest.raises(ValueError, match="must be a Core ML package, to be replaced by force, but got something else"):
         convert.write(tmp_path / "folder.mlpackage", layers, force=True)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["folder.mlpackage", "m.mlpackage"]
+
+
+def test_the_command_writes_packages_and_reads_none(tmp_path, capsys):
+    convert.write(tmp_path / "a.npz", {"": convert.from_torch(mlx_lstm.torch.LSTM(I, H))})
+    given = [str(tmp_path / name) for name in ("a.npz", "a.mlpackage")]
+    assert main(given) == 0 and (tmp_path / "a.mlpackage" / "Manifest.json").is_file()
+    assert "not read again: Core ML packages are only written" in capsys.readouterr().out
+    assert main(given) == 2 and main([given[1], str(tmp_path / "b.npz")]) == 2
+    assert "Core ML packages can be written, not read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("comes_back", [True, False])

@@ -1,9 +1,10 @@
 """Read randomly damaged (mutated) files of all formats, and files in which one field lies (`lies.py`). For a file that
 it refuses, `python -m mlx_lstm.convert` must print one line of error. It must stay within limits of memory and time.
 
-`test_file_fuzz.py KIND FOLDER FIRST LAST` runs this file as the child process, which reads many such files one after
-the other: the damaged ones have even numbers, the lies odd ones. For speed, the child reads HDF5 in its own process. A
-file at which HDF5 hangs or crashes is later converted by the complete command.
+`test_file_fuzz.py KINDS FOLDER FIRST COUNT` runs this file as the child process, which reads COUNT such files of each
+kind one after the other: the damaged ones have even numbers, the lies odd ones. FIRST is where it begins. For speed,
+the child reads HDF5 in its own process. A file at which HDF5 hangs or crashes is later converted by the complete
+command.
 """
 
 import contextlib
@@ -113,20 +114,23 @@ def hdf5_in_this_process():
     _hdf5.subprocess.run = here
 
 
-def convert_all(kind, folder, first, last):
-    """Convert the mutated files `first` to `last` - 1 one after the other; the child process runs this function.
-    Print each file's number before its conversion, and the exit code and a list of errors after it."""
+def convert_all(kinds, folder, first, count):
+    """Convert `count` mutated files of each kind, from place `first` in this sequence on; the child process runs this
+    function. Print each file's place before its conversion, and the exit code and a list of errors after it."""
     import h5py  # noqa: F401 (here, so that the memory of the import is not measured)
     import onnx  # noqa: F401
 
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     hdf5_in_this_process()
-    seed, path, target = folder / f"seed{kind}", folder / f"mutant{kind}", folder / "out.safetensors"
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert command(kind, seed, target) == 0
-    usual = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for n in range(first, last):
-        print(n, flush=True)
+    for place in range(first, count * len(kinds)):
+        kind, n = kinds[place // count], place % count
+        own = folder / kind
+        seed, path, target = own / f"seed{kind}", own / f"mutant{kind}", own / "out.safetensors"
+        if place == first or n == 0:
+            with contextlib.redirect_stdout(io.StringIO()):
+                assert command(kind, seed, target) == 0
+            usual = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(place, flush=True)
         path.write_bytes(mutant(seed, n))
         out, err = io.StringIO(), io.StringIO()
         wrong = []
@@ -144,18 +148,19 @@ def convert_all(kind, folder, first, last):
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - usual
         if grown * 1024 > 10 * path.stat().st_size + 200 * 2**20:
             wrong.append(f"{grown // 1024} MB")
-        if names := {each.name for each in folder.iterdir()} - {seed.name, path.name, target.name}:
+        if names := {each.name for each in own.iterdir()} - {seed.name, path.name, target.name}:
             wrong.append(f"left {names}")
         print(f"{code} {'; '.join(wrong).encode('ascii', 'replace').decode()}", flush=True)
     print("end", flush=True)
 
 
-def fuzz(kind, folder, count):
-    """Convert `count` mutated files of one kind in child processes. Return (number of files for each exit code,
-    [(file number, error)], [file numbers at which HDF5 hung or crashed])."""
+def fuzz(kinds, folder, count):
+    """Convert `count` mutated files of each kind in a child process, and in another one after each file that ends it.
+    Return (number of files for each exit code, [(kind, number of the file, error)], [(kind, number of a file at which
+    HDF5 hung or crashed)])."""
     counts, wrong, lost, first = {"0": 0, "2": 0}, [], [], 0
-    while first < count:
-        command = [sys.executable, __file__, kind, str(folder), str(first), str(count)]
+    while first < count * len(kinds):
+        command = [sys.executable, __file__, ",".join(kinds), str(folder), str(first), str(count)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, **pipes, text=True, env=environment)
@@ -175,29 +180,30 @@ def fuzz(kind, folder, count):
                 code, _, text = said.strip().partition(" ")
                 counts[code] = counts.get(code, 0) + 1
                 if text:
-                    wrong.append((at, text))
+                    wrong.append((kinds[at // count], at % count, text))
         process.kill()
         process.wait()
         if said:
             break
-        lost.append(at)
+        lost.append((kinds[at // count], at % count))
         first = at + 1
-    for n in lost:
-        path = folder / f"mutant{kind}"
-        path.write_bytes(mutant(folder / f"seed{kind}", n))
+    for kind, n in lost:
+        path = folder / kind / f"mutant{kind}"
+        path.write_bytes(mutant(folder / kind / f"seed{kind}", n))
         code = "import sys, test_file_fuzz as f; sys.exit(f.command(sys.argv[1], *map(f.Path, sys.argv[2:])))"
-        command = [sys.executable, "-c", code, kind, str(path), str(folder / "out.safetensors")]
+        command = [sys.executable, "-c", code, kind, str(path), str(folder / kind / "out.safetensors")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * SECONDS)
         refused = done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
         # A child process did not finish this mutated file in time or crashed. So the whole conversion command runs here
         # once more. If it ends with exit code 0, HDF5 did not hang: the machine was only busy.
         if not refused and done.returncode != 0:
-            wrong.append((n, f"whole command: {done.returncode} {done.stderr[-300:]}"))
+            wrong.append((kind, n, f"whole command: {done.returncode} {done.stderr[-300:]}"))
     return counts, wrong, lost
 
 
-def check(kind, folder, count):
+def write_seed(kind, folder):
+    """Write a right file of a kind, from which the mutated ones are made, into a folder of its own."""
     from mlx_lstm import convert
     from mlx_lstm.lab.mpsgraph import judge
     from mlx_lstm.lab.mpsgraph.files import Golden, save_golden
@@ -214,7 +220,8 @@ def check(kind, folder, count):
         }
         arrays = {key: rng.normal(size=shape).astype("f") for key, shape in shapes.items()}
         layers[name] = convert.from_torch(arrays)
-    seed = folder / f"seed{kind}"
+    (folder / kind).mkdir()
+    seed = folder / kind / f"seed{kind}"
     if kind == ".npy":
         np.save(seed, rng.normal(size=(4, 3)).astype("f"))
     elif kind == ".golden.npz":
@@ -223,22 +230,26 @@ def check(kind, folder, count):
         save_golden(str(seed), Golden({"chip": "x"}, "oracle", [case], {case.name: results}))
     else:
         convert.write(seed, layers)
-    counts, wrong, lost = fuzz(kind, folder, count)
-    print(f"{kind}: {count} mutated files, accepted and refused: {counts}, HDF5 hung or crashed at {lost}")
+
+
+def check(kinds, folder, count):
+    for kind in kinds:
+        write_seed(kind, folder)
+    counts, wrong, lost = fuzz(kinds, folder, count)
+    print(f"{kinds}: {count} mutated files each, accepted and refused: {counts}, HDF5 hung or crashed at {lost}")
     assert not wrong, wrong[:20]
-    assert sum(counts.values()) + len(lost) == count
+    assert sum(counts.values()) + len(lost) == count * len(kinds)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_mutated_files(kind, tmp_path):
-    check(kind, tmp_path, 24)
+def test_mutated_files(tmp_path):
+    check(KINDS, tmp_path, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_files(kind, tmp_path):
-    check(kind, tmp_path, 6000)
+    check([kind], tmp_path, 6000)
 
 
 if __name__ == "__main__":
-    convert_all(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    convert_all(sys.argv[1].split(","), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

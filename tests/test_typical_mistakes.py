@@ -19,7 +19,6 @@ from mlx.utils import tree_flatten
 import mlx_lstm
 import mlx_lstm.__main__ as command
 from mlx_lstm import cells, convert, cudnn, engines, keras, lstm, mpsgraph, nn, pointwise, tf, torch  # noqa: F401
-from mlx_lstm.convert.__main__ import main as convert_main
 from mlx_lstm.ground import checks
 from mlx_lstm.lab import progress as progress_module
 from mlx_lstm.lab.progress import Progress
@@ -300,16 +299,6 @@ def test_version_and_unknown_options(capsys):
         with pytest.raises(SystemExit) as end:
             command.main([name, *["a.npz", "b.npz"] * (name == "convert"), "--foo"])
         assert end.value.code == 2 and "--foo" in capsys.readouterr().err
-
-
-def test_a_core_ml_package_is_written(tmp_path, capsys):
-    convert.write(tmp_path / "a.npz", {"": convert.from_torch(torch.LSTM(3, 4))})
-    given = [str(tmp_path / name) for name in ("a.npz", "a.mlpackage")]
-    assert convert_main(given) == 0 and (tmp_path / "a.mlpackage" / "Manifest.json").is_file()
-    assert "not read again: Core ML packages are only written" in capsys.readouterr().out
-    assert convert_main(given) == 2
-    assert convert_main([given[1], str(tmp_path / "b.npz")]) == 2
-    assert "Core ML packages can be written, not read" in capsys.readouterr().err
 
 
 def test_progress_in_a_pipe_is_a_line_now_and_then(monkeypatch):
