@@ -1,7 +1,6 @@
 """Run the library as on a Mac. On a Mac the Metal shaders run on the GPU. On other machines they run in the
 emulator."""
 
-import re
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 from unittest.mock import patch
@@ -149,14 +148,12 @@ def in_turns(cases, choices, others=False):
     return default + (slow if others else [])
 
 
-def over_engines(table, choices):
-    """Return test parameters (engine, name, choice). Each name of `table` runs on each engine with all values in
-    `choices` except one. Each engine leaves out another value, so that every name runs with every value on some
-    engine. Names that an engine cannot run are left out."""
-    turns = [(n, k, e) for n in range(len(table)) for k in range(len(choices) - 1) for e in range(len(ENGINES))]
-    names = list(table)
-    triples = [(ENGINES[e], names[n], choices[(n + k + e) % len(choices)]) for n, k, e in turns]
-    return [triple for triple in triples if can_run(triple[0], table[triple[1]])]
+def on_one_engine(table):
+    """Return (engine, name) for each name in `table` (name: options): one of the Metal engines that support its
+    options. The engine changes after every second name, so that what `in_turns` adds does not change with it."""
+    able = {name: [engine for engine in ENGINES if can_run(engine, table[name])] for name in table}
+    turns = enumerate((name, engines) for name, engines in able.items() if engines)
+    return [(engines[n // 2 % len(engines)], name) for n, (name, engines) in turns]
 
 
 def merged(case, option):
@@ -225,19 +222,6 @@ def acting(case, n, turn):
     count = {"lstm": 5, "gru": 3, "rnn": 1}[case.get("op", "lstm")]
     names = tuple(ACTIVATIONS[(gate + 2 * n + turn) % len(ACTIVATIONS)] for gate in range(count))
     return {} if n == 0 else {"activation": names[0]} if count == 1 else {"activations": names}
-
-
-CROSSED = {
-    (engine, name): case
-    for turn, engine in enumerate(ENGINES)
-    for name, case in crossed(
-        {key: value for key, value in EVERY_OPTION.items() if can_run(engine, value)}, turn
-    ).items()
-}
-"""{(engine, name): case}, the cases into which `crossed` combines all options that the engine supports."""
-CROSSED_BATCHES = [(*pair, BATCHES[int(re.findall(r"\d+", pair[1])[0]) % len(BATCHES)]) for pair in CROSSED]
-"""(engine, name, batch size B) for every case of CROSSED. A bidirectional case has the same B as the case of one
-direction from which it was copied, so that both use the same compiled kernels."""
 
 
 def rows_from(batch):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from assertions import assert_close, assert_within
 from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks, judge, run, split, to_mlx
-from on_metal import on_metal, options_at, over_engines
+from on_metal import in_turns, on_metal, on_one_engine, options_at
 from test_kernel_paths import Path, check
 
 from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
@@ -108,9 +108,10 @@ def test_options_crossed_on_metal(path, row, every, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine, option, B", over_engines(EVERY_OPTION, [2, 9])[::3])
+@pytest.mark.parametrize("engine, option, B", in_turns(on_one_engine(EVERY_OPTION), [2, 9]))
 def test_each_option_on_metal(engine, option, B):
-    """A third of the pairs of an option and an engine: all engines share the code that cuts the arrays of an option."""
+    """Each option is right in chunks on one of the engines: all engines share the code that cuts the arrays of an
+    option."""
     check_on_metal(list(EVERY_OPTION).index(option) + (engine == "fused"), engine, options_at(option, B), B)
 
 

@@ -22,7 +22,7 @@ import pytest
 from assertions import assert_within, bounds
 from cases import METAL, draw, draw_cotangents, run
 from kernel_texts import noted
-from on_metal import EVERY_OPTION, matrices_from, on_metal, pairs
+from on_metal import EVERY_OPTION, matrices_from, on_metal, on_one_engine
 from quantized_cases import packed
 from trial_on_metal import FAULTS, MATRICES, fault
 
@@ -941,12 +941,12 @@ SHAPES = [(1, 1, 2), (22, 5, 9), (4, 9, 24), (12, 40, 9)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(pairs(EVERY_OPTION))))
+@pytest.mark.parametrize("number", range(len(on_one_engine(EVERY_OPTION))))
 def test_a_trial_runs_the_kernels_of_any_call(number):
     """A trial run (a small test run of kernels before their first use) uses the same kernels as the user's call,
     whatever options the call has. Each option is tested with one of four shapes and one of three dtypes."""
-    engine, option = pairs(EVERY_OPTION)[number]
-    T, B, H = SHAPES[number % len(SHAPES)]
+    engine, option = on_one_engine(EVERY_OPTION)[number]
+    T, B, H = SHAPES[number // 4 % len(SHAPES)]
     options = dict(EVERY_OPTION[option])
     if "lengths" in options:
         options["lengths"] = [length % (T + 1) for length in (options["lengths"] * B)[:B]]
