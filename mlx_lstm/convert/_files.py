@@ -292,10 +292,10 @@ def is_read_as(
     places: Mapping[str, _keys.Place],
     names: tuple[str | None, Sequence[str] | None],
 ) -> bool:
-    """Return whether `read` finds these layers in a file with these arrays, each made of the same arrays. told:
-    what the metadata tell. places: the true places, by key. names: the template and the directions' names in it, as for
-    `write`. A template without {name} does not keep names, so these are not compared. Raise the
-    ValueError of `read` if these layers cannot be read."""
+    """Return whether `read` finds these layers in a file with these arrays, each made of the same arrays. Raise the
+    ValueError of `read` if these layers cannot be read. told: what the metadata tell. places: the true places, by key.
+    names: the template and the directions' names in it, as for `write`. A template without {name} does not keep names,
+    so these are not compared."""
     keys, ways = names
     found, used = _keys.layers_of(arrays, told, keys=keys, ways=ways or _keys.WAYS, only=list(layers))
     has_names = keys is None or "{name}" in keys
