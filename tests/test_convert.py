@@ -516,6 +516,27 @@ def test_a_node_whose_projection_was_lost(tmp_path):
         convert.read(tmp_path / "m.onnx")
 
 
+def test_nodes_of_one_name_are_all_read(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    layers = {name: weights_of(RNNCell()) for name in ("a.b", "c.d", "e")}
+    convert.write(tmp_path / "m.onnx", layers)
+    model = onnx.load(tmp_path / "m.onnx")
+    for node in model.graph.node:
+        node.name = {"a.b": "a/b", "c.d": "a.b", "e": "a.b"}.get(node.name, node.name)
+    onnx.save(model, tmp_path / "m.onnx")
+    found = list(convert.read(tmp_path / "m.onnx").layers.values())
+    assert [convert.differences(*pair) for pair in zip(layers.values(), found, strict=True)] == [[]] * 3
+
+
+@pytest.mark.parametrize("ending", [".onnx", ".keras", ".h5", ".weights.h5"])
+def test_names_that_a_format_does_not_tell_apart_are_refused(ending, tmp_path):
+    needs("onnx" if ending == ".onnx" else "h5py")
+    one, two = weights_of(LSTMCell()), weights_of(LSTMCell(), layers=2)
+    layers = {"a": two, "a.1": one} if ending == ".onnx" else {"a/b": one, "a.b": one}
+    with pytest.raises(ValueError, match=r"names must give a model|names of layers must differ"):
+        convert.write(tmp_path / f"m{ending}", layers)
+
+
 def test_what_onnx_has_and_ours_not():
     W, R = numbers(1, 4 * H, I), numbers(1, 4 * H, H)
     for attributes, what in (

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..ground.budget import Budget, shown
+from ..ground.checks import fail
 from ..ground.files import Foreign, members_of
 from . import _hdf5
 from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, to_keras
@@ -351,7 +352,10 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
     """
     h5py = load()
     # A slash in a name would make a group in the file; a stack without a name is called "recurrent".
-    layers = {name.replace("/", ".") or "recurrent": weights for name, weights in layers.items()}
+    given, layers = layers, {name.replace("/", ".") or "recurrent": weights for name, weights in layers.items()}
+    if len(layers) < len(given):
+        rule = "names of layers must differ in more than a slash and a dot, and none be recurrent beside an empty name,"
+        fail("convert", rule, ", ".join(map(shown, given)))
     made = {name: stack_of(name, weights) for name, weights in layers.items()}
     models = {name: sequential(name, stack) for name, stack in made.items()}
     config = next(iter(models.values())) if len(models) == 1 else functional(models)

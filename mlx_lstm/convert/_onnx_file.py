@@ -75,13 +75,17 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
                 rule = f"{shown(name)} must lie in the file itself, or --external-data be given,"
                 fail("convert", rule, shown(external_entries(tensor).get("location")))
             read_external(file.path, tensor, left)
-    # keys: the names of each layer's tensors. used: the tensors that belong to a layer.
-    layers, keys, notes, used = {}, {}, [], set()
+    # keys: the names of each layer's tensors. used: the tensors that belong to a layer. taken: the names of layers.
+    layers, keys, notes, used, taken = {}, {}, [], set(), set()
     for n, node in enumerate(model.graph.node):
         # `OPS` has the types LSTM, GRU and RNN; "" and "ai.onnx" are the names of ONNX' own set of types.
         if node.op_type not in OPS or node.domain not in ("", "ai.onnx"):
             continue
         name = file.budget.name(node.name or f"{node.op_type}_{n}").strip("/").replace("/", ".")
+        # ONNX allows several nodes of one name: the later ones get the node's number, too.
+        while name in taken:
+            name += f"_{n}"
+        taken.add(name)
         # names: the name of the tensor of each input that is passed. `INPUTS` has the position of each input.
         names = {
             word: node.input[place] for word, place in INPUTS.items() if place < len(node.input) and node.input[place]
@@ -291,7 +295,10 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
     model = onnx.helper.make_model(made, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     if (size := sum(len(tensor.raw_data) for tensor in graph.tensors)) > MOST:
         fail("convert", f"an .onnx file must have less than {MOST} bytes of arrays, protobuf's most,", size)
-    onnx.checker.check_model(model)
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:  # such as two arrays of one name
+        fail("convert", "the layers' names must give a model that onnx accepts", " ".join(str(error).split())[:200])
     path.write_bytes(model.SerializeToString())
 
 
