@@ -1441,6 +1441,23 @@ def test_command(tmp_path):
     assert done.stderr.startswith("not converted: mlx.npz is truncated or damaged") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--prefix", "a.=x.", "--prefix", "b.=x."], "--prefix b.=x. must leave each name once but got x twice"),
+        (["--prefix", "e.=k."], "--prefix e.=k. must leave each name once but got k.w twice"),
+        (["--stack", "a,a"], "--stack must name each layer once but got a, a"),
+        (["--stack", "a,b", "--stack", "b,c"], "--stack must name each layer once but got a, b, b, c"),
+    ],
+)
+def test_no_option_loses_a_layer_or_an_array(words, rule, tmp_path, capsys):
+    layers = {name: weights_of(RNNCell(), layers=2).each()[1] for name in "abc"}
+    rest = {"e.w": np.ones(3), "k.w": np.zeros(3)}
+    convert.write(tmp_path / "a.npz", convert.Model(layers, rest, {}, [], {}))
+    assert main([str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), *words]) == 2
+    assert rule in capsys.readouterr().err
+
+
 def test_stacks_and_orders(tmp_path, capsys):
     """The command joins single layers into one stack of layers (--stack) and reorders gates that are in TensorFlow's
     order (--order)."""

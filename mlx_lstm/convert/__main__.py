@@ -9,9 +9,9 @@ fit for printing. `shown(text, LINE)` does the same for a whole line. `fail("con
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import mlx.core as mx
 
@@ -21,6 +21,8 @@ from ..ground.machine import VERSION, run_command
 from ._files import Model, ending_of, read, replace, some, title, write, write_to
 from ._keys import STYLES, WAYS
 from .weights import describe, differences, stacked
+
+T = TypeVar("T")
 
 LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
 """The texts that report expected differences between the old and the new file, by the name of the bias that differs.
@@ -124,6 +126,9 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
     for wanted in (name for names in options.stack or [] for name in names.split(",")):
         if wanted not in layers:
             raise ValueError(f"no recurrent layer is called {wanted!r}; there are {some(map(title, layers))}")
+    wanted = [name for names in options.stack or [] for name in names.split(",")]
+    if len(set(wanted)) < len(wanted):
+        fail("convert", "--stack must name each layer once", ", ".join(map(shown, wanted)))
     for names in options.stack or []:  # such as "lstm,lstm_1": lstm_1 reads the output of lstm
         first, *others = names.split(",")
         layers[first] = stacked("--stack", [layers[name] for name in (first, *others)])
@@ -132,10 +137,18 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
             del layers[name]
     rest = {} if options.layers_only else model.rest
     for old, new in (pair.split("=", 1) for pair in options.prefix or []):
-        layers = {renamed(name, old, new): weights for name, weights in layers.items()}
-        keys = {renamed(name, old, new): words for name, words in keys.items()}
-        rest = {renamed(key, old, new): array for key, array in rest.items()}
+        layers, keys, rest = (renamed_all(each, old, new) for each in (layers, keys, rest))
     return model._replace(layers=layers, rest=rest, keys=keys)
+
+
+def renamed_all(by_name: Mapping[str, T], old: str, new: str) -> dict[str, T]:
+    """Return a dict whose keys are `renamed`. Raise ValueError if two of them are the same then."""
+    found: dict[str, T] = {}
+    for name, value in by_name.items():
+        if (other := renamed(name, old, new)) in found:
+            fail("convert", f"--prefix {shown(old)}={shown(new)} must leave each name once", f"{title(other)} twice")
+        found[other] = value
+    return found
 
 
 def renamed(name: str, old: str, new: str) -> str:
