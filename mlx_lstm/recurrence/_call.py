@@ -61,9 +61,9 @@ class Call(NamedTuple):
     reverse: the only direction runs from the last step to the first. lengths: the number of steps of each batch item.
     engine: the one that the user forces. stream: where MLX runs the call. batch_first: x and the sequences are [B, T,
     features], keep and hold are [B, T]; `backward` does not support this option. lengths_checked: this package computed
-    the lengths, so their range needs no check. checkpoint_every: save the states of every n-th step
-    only, or "auto". one_step: x is [B, I], without a time axis. op: the name of the layer in error texts; "" for the
-    functions lstm, gru and rnn.
+    the lengths, so their range needs no check. checkpoint_every: save the states of every n-th step only, or "auto".
+    one_step: x is [B, I], without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru
+    and rnn.
     """
 
     cell: AnyCell
@@ -149,7 +149,7 @@ class Call(NamedTuple):
         """Return the gradients of a call without the option `hold` (steps that leave the state unchanged). If there
         is an array `keep` (a factor on the state), it already has the shape [T, B, D] that engines take."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
-        # others: `plan` finds out whether these arrays have values, too.
+        # others: `plan` finds out whether they have values, too.
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
         # The gates count as wanted only if they have a cotangent. The last states may always have one.
         wanted = Wanted("gates" in names, training=True, wants_last=True, cotangents=names)
@@ -276,7 +276,7 @@ class Call(NamedTuple):
             # Evaluating arrays in training costs time. A small step in training runs on the engine `ops`, which only
             # builds a graph, so its arrays need not be evaluated here.
             small = training and self.engine is None and choice.is_small_step(self.cell, sizes[0], sizes[1], sizes[2])
-            # transforming=True: it is true because `free` is false; so the arrays keep their graphs.
+            # transforming=True: MLX transforms something, as `free` is false, so the arrays must keep their graphs.
             traced = not free and not small and not have_values(values, transforming=True)
         # masks_differ: whether each step has its own mask. Engines multiply `keep` into the mask.
         problem = Problem(

@@ -821,7 +821,7 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
         return way.options["forget_bias"] == 0
     (f,), (i,), (g,) = found
     # z: 1001 preactivations around 0, 1e-9 apart. They cross several edges of the staircase, whose steps are 1e-7 to
-    # 3e-7 wide there. a: the weight of block g, so that the candidate is tanh(a), far below a limit on c.
+    # 3e-7 wide there. a: the weight of block g, so that the candidate is tanh(a), below a usual limit on c.
     z, H, a = np.linspace(-5e-7, 5e-7, 1001), trial.H, 0.01
 
     def new_c(blocks: list[Block], x: np.ndarray, c: float) -> np.ndarray:
