@@ -46,8 +46,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     # its products multiply an array by a gradient that is 0 in the padding. A NaN times 0 is NaN, so the padding of
     # these arrays is set to 0 first.
     if "lengths" in arrays:
-        padded = [name for name in ("x", "inputs", "mask") if name in arrays and arrays[name].shape[0] == problem.T]
-        padded = [name for name in padded if arrays[name].ndim == 3]  # not a mask that is the same at all steps
+        padded = [name for name in ("x", "inputs", "mask") if name in arrays and arrays[name].ndim == 3]
+        padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # not a mask for all steps, [1, B, P]
         arrays = arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
