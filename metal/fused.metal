@@ -114,7 +114,7 @@ void distance_to_next(bool exists, thread const Place<Index>& step, thread Place
 // Return the position of a unit's block number `block` in an array whose rows have COUNT blocks of H numbers. at: the
 // position of the same row and unit in an array whose rows have one block. If at = row H + unit, the result is row
 // COUNT H + block H + unit. The compiler computes the term behind `at * COUNT` once per launch, so a step costs one
-// multiply-add.
+// multiply-add. This term may be negative: it wraps around, as in between_steps.
 template <int COUNT, int H, class Index>
 Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 

@@ -102,11 +102,12 @@ void store_last(
 
 // Run the forward pass. group: the threadgroup's number along the batch, and the direction. index: the thread's number
 // among `threads`. s: its number in its group of lanes; lane: in its unit. block: the lane's gate, -1 if it has none.
-// real: whether the lane has a unit; a lane past H only takes part in the product. own: where the unit's h lies in an
-// operand. writes: whether the lane has the state of a unit: h_now and c_now are only valid there. HALF: the vectors of
-// a half of the double buffer. TWO: whether a step has two products; the second one is that of gate n alone (bit 4). y:
-// the lane's z, then its gate; m: the new h, in the lane that writes. The array `numbers` of an LSTM has its forget
-// bias and the limit of its c. A lane without a gate or unit reads the numbers of block 0 or unit 0.
+// real: whether the lane has a unit (always if the units fill whole simdgroups: then the compiler drops the comparison
+// with H); a lane past H only takes part in the product. own: where the unit's h lies in an operand. writes: whether
+// the lane has the state of a unit: h_now and c_now are only valid there. HALF: the vectors of a half of the double
+// buffer. TWO: whether a step has two products; the second one is that of gate n alone (bit 4). y: the lane's z, then
+// its gate; m: the new h, in the lane that writes. The array `numbers` of an LSTM has its forget bias and the limit of
+// its c. A lane without a gate or unit reads the numbers of block 0 or unit 0.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void fused_forward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {

@@ -39,8 +39,8 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
 }
 
 // Store a lane's part of the COUNT values that an array has for one unit, step and item; the LANES lanes of a unit
-// share these values. values[j] is value number LANES * j + lane. at: the unit's position in an array with one value
-// per unit. lane: the lane's number in its unit.
+// share these values. values[j] is value number LANES * j + lane. An array of 0 values is absent, so `store` does
+// nothing. at: the unit's position in an array with one value per unit. lane: the lane's number in its unit.
 template <int COUNT, int LANES, int H, class Index, class A>
 void store_blocks(A array, Index at, int lane, int unit, thread const float* values) {
 #pragma clang loop unroll(full)

@@ -102,9 +102,10 @@ void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
 }
 
 // Copy the last `left` < 128 numbers of each row of x into the tile, and zeros behind them, up to number `end` rounded
-// up to a multiple of 32. A lane copies the numbers lane, lane + 32, ... of a row. The pointers in `rows`, which
-// copy_turn uses, are at number 4 lane instead: so 3 lane is subtracted from the index. COUNT, STEP, OWN, first, own:
-// as in copy_turn, but own counts floats.
+// up to a multiple of 32. The caller gives TURN as `end` if the weights multiply a whole turn (quantized weights), else
+// `left`. A lane copies the numbers lane, lane + 32, ... of a row. The pointers in `rows`, which copy_turn uses, are at
+// number 4 lane instead: so 3 lane is subtracted from the index. COUNT, STEP, OWN, first, own: as in copy_turn, but own
+// counts floats.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int end, threadgroup float* own) {
   for (int part = 0; part < end; part += 32) {

@@ -218,7 +218,59 @@ def test_names_that_contain_the_word_of_a_direction(tmp_path):
     assert all(weights.directions == 1 for weights in found.values())
 
 
+def test_reversed_and_transposed_arrays_of_numpy():
+    arrays = {key: np.array(value) for key, value in convert.to_torch(weights_of(LSTMCell())).items()}
+    # The same numbers, from the last byte to the first in memory, or column by column, or with the other byte order.
+    for change in (
+        lambda array: np.ascontiguousarray(array[::-1])[::-1],
+        np.asfortranarray,
+        lambda array: array.astype(array.dtype.newbyteorder()),
+    ):
+        found = convert.from_torch({key: change(array) for key, array in arrays.items()})
+        assert not convert.differences(convert.from_torch(arrays), found)
+
+
 # --- Converted weights give the original outputs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["torch", "mlx", "two-biases", "keras", "ops"])
+def test_names_with_directions_or_numbers_come_back(style, tmp_path):
+    one = weights_of(LSTMCell(), biases="")
+    two = weights_of(LSTMCell(), layers=2, biases="")
+    both = weights_of(LSTMCell(), directions=2)
+    names = ["rnn.0", "rnn.1", "back.enc", "a.forward.b", "a.backward.b", "0", ".x", "reverse", "lstm"]
+    layers = dict(zip(names, [one, one, two, one, one, one, one, both, two], strict=True))
+    for path in (tmp_path / "w.safetensors", tmp_path / "w.npz"):
+        convert.write(path, convert.Model(layers, {"rnn.2.scale": np.ones(3)}, {}, [], {}), style=style)
+        again = convert.read(path)
+        assert set(again.layers) == set(names) and set(again.rest) == {"rnn.2.scale"} and again.metadata == {}
+        for name, weights in layers.items():
+            assert set(convert.differences(weights, again.layers[name])) <= {"bx", "bh"}
+
+
+def test_other_arrays_do_not_become_part_of_a_layer(tmp_path):
+    layers = {"a": weights_of(LSTMCell(), biases="")}
+    convert.write(tmp_path / "w.npz", convert.Model(layers, {"a.bias": np.ones(16)}, {}, [], {}), style="mlx")
+    again = convert.read(tmp_path / "w.npz")
+    assert not convert.differences(layers["a"], again.layers["a"]) and list(again.rest) == ["a.bias"]
+    rest = {f"a.weight_{part}_l0": np.ones((16, 4)) for part in ("ih", "hh")}  # a second layer of this name
+    with pytest.raises(ValueError, match="layer and direction of a must be there once"):
+        convert.write(tmp_path / "x.npz", convert.Model(layers, rest, {}, [], {}), style="mlx")
+
+
+@pytest.mark.parametrize("places", ["[]", '{"a.Wx": 1}', '{"a.Wx": ["a", -1, 0]}', '{"a.Wx": ["a", 0, 2]}', "["])
+def test_metadata_on_the_places_of_arrays_that_no_program_wrote(places, tmp_path):
+    arrays = {"a.Wx": mx.ones((16, 3)), "a.Wh": mx.ones((16, 4))}
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), arrays, {"mlx_lstm.layers": places})
+    with pytest.raises(ValueError, match="not what this package writes"):
+        convert.read(tmp_path / "w.safetensors")
+
+
+def test_one_layer_that_is_there_twice(tmp_path):
+    arrays = {f"weight_{part}_l{n}": np.ones((16, 4), np.float32) for part in ("ih", "hh") for n in ("0", "00")}
+    np.savez(tmp_path / "w.npz", **arrays)
+    with pytest.raises(ValueError, match="must be there once"):
+        convert.read(tmp_path / "w.npz")
 
 
 def case_of(arrays, one, x):
@@ -519,6 +571,7 @@ def test_what_a_format_cannot_hold():
         (PROJECTED["projected"], convert.to_mlx, "a projection"),
         (PROJECTED["projected"], convert.to_keras, "a projection"),
         (PROJECTED["projected"], convert.to_mpsgraph, "a projection"),
+        (weights_of(LSTMCell(), layers=2, reverse=True), convert.to_keras, "one layer with reverse.*but got 2 layers"),
         (TF, convert.to_onnx, "cell_clip"),
         (TF, convert.to_mpsgraph, "cell_clip"),
         (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_torch, "projection_clip"),
@@ -937,6 +990,22 @@ def test_a_quantized_layer_is_refused():
         convert.from_torch(layer)
 
 
+def test_keras_layers_after_one_with_go_backwards_run_in_reverse(tmp_path, capsys):
+    """Such a layer of Keras returns its outputs in the reverse order. So the next layer reads them from the end to the
+    start, or forward if it has go_backwards, too. That is no stack of one direction."""
+    needs("h5py")
+    whole = weights_of(LSTMCell(), layers=2, biases="x", reverse=True)
+    first, second = whole.each()
+    path, target = tmp_path / "model.keras", tmp_path / "stack.npz"
+    convert.write(path, {"a": first, "b": second._replace(reverse=False)})
+    assert main([str(path), str(target), "--stack", "a,b", "--to", "ops"]) == 0
+    assert_same(whole, convert.read(target).layers["a"])
+    capsys.readouterr()
+    convert.write(path, {"a": first, "b": second}, force=True)
+    said = refusal(capsys, path, tmp_path / "other.npz", "--stack", "a,b", "--to", "ops")
+    assert "[--stack] go_backwards must be False after the first layer but got True for layer 1" in said
+
+
 def test_layers_of_keras(keras):
     """Keras layers that the child process converts become the right layer of ours. Unsupported Keras layers raise
     clear errors."""
@@ -945,7 +1014,8 @@ def test_layers_of_keras(keras):
     expected = ["layers must be at least one", "must be LSTM, GRU, SimpleRNN or Bidirectional of Keras but got Dense"]
     expected += ["layers must be built but got new", "Wx of layer 1, direction 0, must have shape [12, 8]"]
     expected += ["activation of odd must be one of linear, relu, tanh, sigmoid, hard_sigmoid but got 'gelu'"]
-    assert len(said) == 6
+    expected += ["go_backwards must be False after the first layer but got True for layer 1"]
+    assert len(said) == 7
     for text, what in zip(said[1:], expected, strict=True):
         assert text.startswith("[from_keras] ") and what in text
 

@@ -3,6 +3,7 @@ an import loads."""
 
 import importlib
 import inspect
+import os
 import pydoc
 import subprocess
 import sys
@@ -137,6 +138,11 @@ def test_commands_end_quietly_where_nobody_reads_on():
         assert process.stdout.readline() == b"a line\n"
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 141
+    # Without an output, as after `>&-`, the exit code still tells the result.
+    code = "from mlx_lstm.ground.machine import run_command; run_command(lambda: print('a line') or 3)"
+    words, close = [sys.executable, "-c", code], lambda: os.close(1)
+    closed = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, preexec_fn=close)
+    assert closed.returncode == 3 and closed.stderr == b""
     for command in ("bench", "check", "compare", "convert"):
         text = (ROOT / f"mlx_lstm/{command}/__main__.py").read_text()
         assert text.endswith('if __name__ == "__main__":\n    run_command(main)\n')

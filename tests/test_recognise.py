@@ -534,7 +534,30 @@ def one_hidden_weight_per_unit():
     return m, step
 
 
+def skips_padding():
+    """Return an LSTM cell that keeps its states where all features of x are 0."""
+    m, joined, _ = joined_weights()
+
+    def step(x, state):
+        ahead = mx.any(x != 0, axis=1, keepdims=True)
+        return tuple(mx.where(ahead, new, old) for new, old in zip(joined(x, state), state, strict=True))
+
+    return m, step
+
+
+def starts_at_zero():
+    """Return an LSTM cell that computes another first step: it adds 1 to the output where h is 0."""
+    m, joined, _ = joined_weights()
+
+    def step(x, state):
+        h, c = joined(x, state)
+        return h + mx.all(state[0] == 0, axis=1, keepdims=True), c
+
+    return m, step
+
+
 OTHERS = [coupled, normalised, minimal_gated, residual, stopped, compiled, one_hidden_weight_per_unit]
+OTHERS += [skips_padding, starts_at_zero]
 
 
 @pytest.mark.parametrize("cell", OTHERS, ids=lambda cell: cell.__name__)

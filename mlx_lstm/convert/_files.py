@@ -43,6 +43,10 @@ METADATA = "mlx_lstm"
 """The key, in the metadata of a safetensors file and in the comment of an .npz file, under which the options of the
 layers' cells are stored as JSON."""
 
+PLACES = "mlx_lstm.layers"
+"""The key in the metadata under which JSON tells, for each array of a layer, its stack, layer and direction, if the
+arrays' keys alone would be read as other layers."""
+
 COMMENT = b'{"mlx_lstm":'
 """The first bytes of the comment of an .npz file that `write_npz` wrote. Any other comment is ignored."""
 
@@ -131,10 +135,12 @@ def read(
             return selected(Model(*_keras_file.read(file, only), metadata={}), only)
         arrays, metadata = read_safetensors(file) if ending == ".safetensors" else (read_npz(file), comment_of(file))
         # used: the keys of each layer.
-        layers, used = _keys.layers_of(arrays, told_options(file.budget, metadata), only=only, **options)
+        told = _keys.Told(told_options(file.budget, metadata), told_places(file.budget, metadata))
+        layers, used = _keys.layers_of(arrays, told, only=only, **options)
         taken = {key for keys_of_layer in used.values() for key in keys_of_layer}
         rest = {key: array for key, array in arrays.items() if key not in taken}
-        metadata = {key: text for key, text in metadata.items() if key != METADATA}  # without this package's entry
+        # Leave out this package's entries.
+        metadata = {key: text for key, text in metadata.items() if key not in (METADATA, PLACES)}
         return selected(Model(layers, rest, used, [], metadata), only)  # []: no notes
 
 
@@ -252,9 +258,10 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
     # Only the style "ops" has the forget bias as an option. In the others `in_bias` adds it to the bias, and the
     # metadata must not tell it: a reader would add it again.
     layers = model.layers if style == "ops" else {name: in_bias(weights) for name, weights in model.layers.items()}
+    places: dict[str, _keys.Place] = {}
     for name, weights in layers.items():
         options = {option: value for option, value in weights.options.items() if option != "bidirectional"}
-        for key, array in _keys.keys_of(name, weights, style, keys=keys, ways=ways).items():
+        for key, (array, places[key]) in _keys.keys_of(name, weights, style, keys=keys, ways=ways).items():
             if key in arrays:
                 rule = f"{shown(key)} must be one array: give a form of keys, or another prefix,"
                 fail("convert", rule, "two")
@@ -262,9 +269,44 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
             if options and array.ndim > 1:  # a matrix
                 told[key] = options
     metadata = {METADATA: json.dumps(told)} if told else {}
+    # Names such as "back.enc" or "rnn.0" have words for directions or numbers of their own. If the keys would be read
+    # as other layers for that reason, the metadata tell the places.
+    try:
+        suffices = is_read_as(layers, arrays, _keys.Told(told, {}), places, (keys, ways))
+    except ValueError:  # another array would break a layer
+        suffices = False
+    if not suffices:
+        if not is_read_as(layers, arrays, _keys.Told(told, places), places, (keys, ways)):
+            rule = "the layers' names and the other arrays must leave the layers as they are when the file is read,"
+            fail("convert", rule, some(map(title, layers)))
+        metadata = {METADATA: json.dumps(told), PLACES: json.dumps(places)}
     if ending == ".npz":
         return write_npz(path, arrays, metadata)
     write_safetensors(path, arrays, model.metadata | metadata)
+
+
+def is_read_as(
+    layers: Mapping[str, Weights],
+    arrays: Mapping[str, Any],
+    told: _keys.Told,
+    places: Mapping[str, _keys.Place],
+    names: tuple[str | None, Sequence[str] | None],
+) -> bool:
+    """Return whether `read` finds these layers in a file with these arrays, each made of the same arrays. Raise the
+    ValueError of `read` if these layers cannot be read. told: what the metadata tell. places: the true places, by key.
+    names: the template and the directions' names in it, as for `write`. A template without {name} does not keep names,
+    so these are not compared."""
+    keys, ways = names
+    found, used = _keys.layers_of(arrays, told, keys=keys, ways=ways or _keys.WAYS, only=list(layers))
+    has_names = keys is None or "{name}" in keys
+    # By name, or only the values: the number of layers, the number of directions, and the keys of all arrays.
+    before, after = {}, {}
+    for name, weights in layers.items():
+        theirs = frozenset(key for key, place in places.items() if place.name == name)
+        before[name if has_names else ""] = len(weights.layers), weights.directions, theirs
+    for name, weights in found.items():
+        after[name if has_names else ""] = len(weights.layers), weights.directions, frozenset(used[name])
+    return all(after.get(name) == shape for name, shape in before.items())
 
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
@@ -315,6 +357,22 @@ def told_options(budget: Budget, metadata: Mapping[str, str]) -> dict[str, dict[
         return {str(name): dict(options) for name, options in budget.json(metadata.get(METADATA, "{}")).items()}
     except (ValueError, TypeError, AttributeError):
         broken(f"its metadata {METADATA!r} is not what this package writes")
+
+
+def told_places(budget: Budget, metadata: Mapping[str, str]) -> dict[str, _keys.Place]:
+    """Return {key: place} for the arrays of all layers, read from a file's metadata; {} if they do not tell it."""
+    places = {}
+    try:
+        for key, value in budget.json(metadata.get(PLACES, "{}")).items():
+            place = _keys.Place(*value)
+            if not isinstance(place.name, str) or not isinstance(place.layer, int) or place.layer < 0:
+                raise ValueError
+            if place.way not in (0, 1):
+                raise ValueError
+            places[str(key)] = place
+    except (ValueError, TypeError, AttributeError):
+        broken(f"its metadata {PLACES!r} is not what this package writes")
+    return places
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:

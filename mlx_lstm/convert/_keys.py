@@ -70,6 +70,22 @@ LEAF = re.compile(rf"({ANY_WORD})(?:_({'|'.join(WAY_NUMBERS)}))?")
 PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_NUMBERS)})(?![A-Za-z])")
 
 
+class Place(NamedTuple):
+    """Where an array belongs: the name of its stack, and the numbers of its layer and direction."""
+
+    name: str
+    layer: int
+    way: int
+
+
+class Told(NamedTuple):
+    """What a file's metadata tell. options: those of a layer's cell, by the keys of its matrices. places: by key, where
+    an array belongs; empty if the keys say it."""
+
+    options: Mapping[str, Mapping[str, Any]]
+    places: Mapping[str, Place]
+
+
 class Group(NamedTuple):
     """The keys of the arrays of one layer and direction, such as lstm.weight_ih_l0 and lstm.weight_hh_l0.
 
@@ -156,13 +172,20 @@ def check_template(template: str) -> None:
         fail("convert", "keys must have {array}, and maybe {name}, {layer} and {way}, each once,", repr(template))
 
 
-def groups_of(keys: Iterable[str], template: str | None, ways: Sequence[str]) -> list[Group]:
+def groups_of(
+    keys: Iterable[str], template: str | None, ways: Sequence[str], places: Mapping[str, Place]
+) -> list[Group]:
     """Sort the keys into groups, one per layer and direction; return the groups that have a matrix of a recurrent
-    layer. template: a pattern of the keys, or None for the usual keys. ways: the names of both directions for it."""
+    layer. template: a pattern of the keys, or None for the usual keys. ways: the names of both directions for it.
+    places: by key, what the file tells of it."""
     pattern, found = None if template is None else pattern_of(template, ways), {}
     for key in keys:
         if parsed := parse(key, pattern, ways):
             leaf, group = parsed
+            if key in places:
+                name, layer, way = places[key]
+                # True: the number is known to be a layer's.
+                group = group._replace(own=name, name=name, layer=layer, way=way, numbered=True)
             # Keys of the same layer and direction share the group of the first of them.
             found.setdefault((group.own, group.layer, group.way, group.form), group).keys[leaf] = key
     # sure: the leaves that only recurrent layers have: those of both matrices, such as weight_ih and weight_hh, but not
@@ -173,7 +196,7 @@ def groups_of(keys: Iterable[str], template: str | None, ways: Sequence[str]) ->
 
 def layers_of(
     arrays: Mapping[str, Any],
-    options: Mapping[str, Mapping[str, Any]],
+    told: Told,
     *,
     keys: str | None = None,
     ways: Sequence[str] = WAYS,
@@ -184,14 +207,14 @@ def layers_of(
     """Return (layers, used): the `Weights` of all recurrent layers among a file's arrays, and the keys of each, by the
     layers' names. Numbered layers whose sizes fit become one stack, and two directions become one layer.
 
-    arrays: by key. options: the options of a layer's cell from the file's metadata, by the keys of its matrices. keys:
-    a template of the keys, with the names `ways` of the directions. order: the gate order in the file. nonlinearity:
+    arrays: by key. told: what the file's metadata tell. keys: a template of the keys, with the names `ways` of the
+    directions. order: the gate order in the file. nonlinearity:
     the activation of plain RNNs. None: the usual ones. only: the layers that must be readable; others are left out
     where they are not, except for their keys.
     """
     # buckets: the groups of keys by the name that layers of a stack and both directions have in common.
     buckets: dict[str, list[Group]] = {}
-    for group in groups_of(arrays, keys, ways):
+    for group in groups_of(arrays, keys, ways, told.places):
         buckets.setdefault(group.name, []).append(group)
     # counted: for each key the names in it that a number follows. totals: how many keys each name is counted in. If
     # modules that are no recurrent layers have numbers, too, the numbers count the modules of a Sequential, not the
@@ -208,9 +231,9 @@ def layers_of(
             # alone: whether only keys of recurrent layers have a number after this name.
             for label, stack in arranged(name, groups, parts, alone=recurrent == totals[name]):
                 stack_keys = [key for group in stack.values() for key in group.keys.values()]
-                told = next((options[key] for key in stack_keys if key in options), {})  # from the metadata
+                options = next((told.options[key] for key in stack_keys if key in told.options), {})
                 act = {} if nonlinearity is None else {"activation": nonlinearity}
-                found.append((label, stack_keys, weights_of(stack, parts, {**told, **act})))
+                found.append((label, stack_keys, weights_of(stack, parts, {**options, **act})))
         except ValueError:
             # The layers cannot be read. That is an error if the caller wants one of them, under any of its names.
             names = {name, *(f"{name}.{group.layer}".lstrip(".") for group in groups), *(group.own for group in groups)}
@@ -259,7 +282,7 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
         fail(op, "arrays must be a dict of arrays by name", type(arrays).__name__)
     if nonlinearity is not None:
         check_option(op, "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
-    layers, used = layers_of(arrays, {}, nonlinearity=nonlinearity)  # {}: there are no metadata with options
+    layers, used = layers_of(arrays, Told({}, {}), nonlinearity=nonlinearity)  # {}: there are no metadata
     others = set(arrays).difference(*used.values())  # keys that belong to no layer
     if len(layers) != 1 or others:
         fail(op, "arrays must be those of one recurrent layer or stack", ", ".join(map(shown, sorted(arrays))))
@@ -300,6 +323,9 @@ def arranged(
     """
     # whole: all groups as one stack. A layer or direction that the keys do not name counts as 0.
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
+    if groups[0].numbered and len(whole) != len(groups):
+        rule = f"each layer and direction of {shown(name)} must be there once"
+        fail("convert", rule, ", ".join(shown(key) for group in groups for key in group.keys.values())[:200])
     layers, ways = ({layer_and_way[n] for layer_and_way in whole} for n in range(2))
     # full: each layer from 0 on has each direction exactly once, and all keys name a direction or none does.
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
@@ -480,10 +506,10 @@ def weights_of(
 
 def keys_of(
     name: str, weights: Weights, style: str, *, keys: str | None = None, ways: Sequence[str] | None = None
-) -> dict[str, mx.array]:
-    """Return a stack's arrays by key, with keys in a style such as "torch" or by the template `keys`, such as
-    "{name}.{layer}.{array}". name: the name of the stack. style: whose names the arrays have, see `STYLES`. ways: the
-    words for the directions, or None for those of the style."""
+) -> dict[str, tuple[mx.array, Place]]:
+    """Return a stack's arrays with their places by key, with keys in a style such as "torch" or by the template `keys`,
+    such as "{name}.{layer}.{array}". name: the name of the stack. style: whose names the arrays have, see `STYLES`.
+    ways: the words for the directions, or None for those of the style."""
     if keys is not None:
         check_template(keys)
     # D: directions with keys of their own; in the style "ops" both share arrays. K: layers.
@@ -506,7 +532,7 @@ def keys_of(
                     fail(
                         "convert", f"keys must have {{layer}} and {{way}} for {K} layers and {D} directions", repr(keys)
                     )
-                by_key[key] = array
+                by_key[key] = array, Place(name, layer, way)
     return by_key
 
 

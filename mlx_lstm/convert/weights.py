@@ -428,9 +428,11 @@ def to_mlx(array: Any) -> mx.array:
         array = array.detach().cpu()
         if str(array.dtype) == "torch.bfloat16":  # NumPy has no bfloat16
             return mx.array(array.float().numpy()).astype(mx.bfloat16)
-    array = np.asarray(array)
-    # NumPy's kinds of dtypes: f floats, i and u integers, b bools.
-    if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
+    # MLX takes no reversed axis and no foreign byte order.
+    array = np.asarray(array, order="C")
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    # NumPy's kinds of dtypes: f floats, i and u integers, b bools. MLX has none of more than 8 bytes.
+    if (array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16") or array.itemsize > 8:
         fail("convert", "arrays must hold numbers", array.dtype)
     # Without a dtype MLX converts float64 to float32.
     return mx.array(array, mx.float64 if array.dtype == np.float64 else None)

@@ -150,7 +150,7 @@ def check_integer(op: str, name: str, value: object, *, least: int | None = None
     is limited by `LARGEST_SIZE`, too."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
         fail(op, f"{name} must be an integer{'' if least is None else f' of at least {least}'}{why}", repr(value))
-    if least is not None and value > LARGEST_SIZE:
+    if least is not None and int(value) > LARGEST_SIZE:
         fail(op, f"{name} must be at most {LARGEST_SIZE}, the largest size in MLX", repr(value))
     return int(value)
 

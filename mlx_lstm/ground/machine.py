@@ -141,8 +141,14 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with its exit code. End without a message at Ctrl-C, or if nobody reads the
     output any more, as after `| head`. SIGTERM, and SIGHUP of a closed terminal, also raise an exception, SystemExit,
     so that incomplete files are removed and child processes end. Characters that the terminal cannot show are escaped.
+    Without an output, as after `>&-`, the lines are lost.
     """
     code: object
+    for number in range(3):  # else the first file that is opened would take the place of a closed input or output
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
     signal.signal(signal.SIGTERM, terminate)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, terminate)
@@ -155,12 +161,14 @@ def run_command(main: Callable[[], int]) -> NoReturn:
             code = main()
         except SystemExit as end:  # argparse raises it
             code = end.code
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: closed when Python started
+            sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130  # the exit code of a process that Ctrl-C ended
     except BrokenPipeError:
         code = 141  # the exit code of a process that SIGPIPE ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush does not fail
+        if sys.stdout is not None:  # so that Python's last flush does not fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(code)
 
 

@@ -913,7 +913,11 @@ def drawn(trial: Trial, form: Form, batch: int) -> tuple[dict[str, mx.array], li
     for width, size in [(trial.D, inputs), (trial.H, inputs), (trial.H, cell)][: 1 + form.states]:
         # Each row has its own size, so that the tails and the middle of every activation occur in each batch.
         each = size * 10 ** draws.uniform(-1, 0.5, (ROWS, 1))
-        rows.append(mx.array(draws.uniform(-1, 1, (ROWS, width)) * each, mx.float64))
+        row = draws.uniform(-1, 1, (ROWS, width)) * each
+        # In one row x is 0, in another one h, in another one c: a cell may take such an input for padding. Never are
+        # both x and h 0, where a relu without a bias has no derivative.
+        row[-1 - len(rows)] = 0
+        rows.append(mx.array(row, mx.float64))
     return arrays, rows
 
 
