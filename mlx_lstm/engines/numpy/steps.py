@@ -4,8 +4,8 @@ graph. The code is generated once for each kind of call, and a call gives it the
 Every array of a step is feature-major, [n H, B]: n blocks of H units, so that each gate and each state is contiguous. A
 value of the graph lies in one block, its `Place` (the array's name, the number of the block). `Writer` (`statements`)
 writes the statements of a graph. A plan says how the step of a cell is computed. H: units, B: batch items, G: gates, P:
-the width of a projected h, else H, C: states besides h, U, V: inputs of a step and parameters of a user's cell, per
-unit. v: the arrays of the call by name.
+the width of h, C: states besides h, U, V: the inputs of a step and the parameters of a user's cell. v: the arrays of
+the call by name.
 
 Names of the graph's inputs, a letter and a number: x preactivations (or only the input's part, if the cell gets both
 parts `apart`), p their recurrent part, s states (s0 is h), u inputs of the step, w parameters, d gradients of the new

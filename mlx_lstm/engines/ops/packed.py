@@ -71,7 +71,8 @@ def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.a
     # That is slow, so it is done only on the CPU (on a GPU mx.vmap raises MLX's error); and only in mode affine,
     # because an export cannot write the dequantization of the other modes.
     traced = packing.mode == "affine" and mx.default_device() == mx.cpu and is_transforming()
-    weight = [array for name, array in arrays.items() if name in ("Wx", "Wx_scales", "Wx_biases")]
+    # weight: Wx, its scales and its biases.
+    weight = (array for name, array in arrays.items() if name.startswith("Wx"))
     if traced and not have_values([rows, *weight]):
         return rows @ matrix(packing, arrays, "Wx", rows.dtype).T
     return mx.quantized_matmul(rows, arrays["Wx"], scales, biases, **packing._asdict())
