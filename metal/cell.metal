@@ -38,8 +38,7 @@ template <int COUNT> constant constexpr int SIZE_FOR = COUNT == 0 ? 1 : COUNT;
 template <class Cell> constant constexpr int CARRIES = int(Cell::CARRIED) + int(Cell::PASSES_H);
 template <class Cell> constant constexpr int FIRST_CARRY = 1 - int(Cell::PASSES_H);
 
-// The size of the array `y` of a cell's forward step: it has GATES preactivations on entry, KEPT saved numbers on
-// return.
+// The size of the array `y` of a cell's forward step: on entry GATES preactivations, on return KEPT saved numbers.
 template <class Cell> constant constexpr int VALUES = Cell::GATES > Cell::KEPT ? int(Cell::GATES) : int(Cell::KEPT);
 
 // The activation functions, as numbers in OPTIONS. HARD_SIGMOID and HARD_SIGMOID_SIXTH are 0.2 x + 0.5 and x / 6 + 0.5,

@@ -22,7 +22,7 @@
 // every cell. Most are counts per unit: GATES preactivations, PRODUCTS of them with a recurrent product; KEPT numbers
 // for the backward step, and GRADIENTS of preactivations that it stores; CONSTANTS, SUMMED of them with a gradient;
 // INPUTS of each step, in a user's cell; CARRIED states besides h. PASSES_H: 1 if a step reads h outside the product.
-// SEGMENTS: the parts of the backward product dz Wh. A parameter without a name is one that only other cells read.
+// SEGMENTS: the parts of the backward product dz Wh. Parameters without a name are for other cells.
 template <int OPTIONS>
 struct GRUCell {
   // GATE_R, GATE_Z, GATE_N number the gates. READS_BEFORE: the backward step reads h before the step, bit 0. SEGMENTS:

@@ -9,7 +9,7 @@
 // preactivations, PRODUCTS of them with a recurrent product; KEPT numbers for the backward step, and GRADIENTS of
 // preactivations that it stores; CONSTANTS, SUMMED of them with a gradient; INPUTS of each step, in a user's cell;
 // CARRIED states besides h. PASSES_H: 1 if a step reads h outside the product. SEGMENTS: the parts of the backward
-// product dz Wh. A parameter without a name is one that only other cells read.
+// product dz Wh. Parameters without a name are for other cells.
 template <int OPTIONS>
 struct RNNCell {
   // READS_BEFORE, READS_AFTER: the backward step reads only h after the step (bit 0), because the slope of the

@@ -119,8 +119,7 @@ template <int COUNT, int H, class Index>
 Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 
 // Load all COUNT values that an array has for one unit at one step of one item: value k into values[first + k], 0 if
-// the array is absent. at: the unit's position in an array with one value per unit. The values of a unit are H elements
-// apart.
+// the array is absent. at: the unit's position in an array with one value per unit. A unit's values are H apart.
 template <int COUNT, int H, class Index, class A, int SIZE>
 void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int first) {
 #pragma clang loop unroll(full)

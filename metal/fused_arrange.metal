@@ -19,8 +19,7 @@
 // Quantized weights: LaneShare (fused_quantized.metal) says which words a lane reads: it has SPAN weights of a row, in
 // pieces of PIECE weights with the same scale (FACTORS: 2 with a bias, else 1). V, the type PackedVector, selects it.
 // FIELD: the bits that a weight takes in these words. Packed (quantized.metal) has the arrays of words, scales and
-// biases; BITS bits per weight, SIZE weights per scale. scale_of<SIZE> turns a scale into a float; SIZE tells its
-// format.
+// biases; BITS bits per weight, SIZE weights per scale. scale_of<SIZE>: a scale as a float; SIZE tells its format.
 
 // ALL, BUT_CANDIDATE: values of `block` in the backward pass; see weight_of. weight_of returns the k-th weight of the
 // product that computes one number for `unit`, or 0 past the end.

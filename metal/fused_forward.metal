@@ -32,8 +32,7 @@
 // item, one gate and one unit. On return sums[r] holds the sums of batch item r and the lane's own unit.
 // Lanes<Cell>::sum_of_unit says for which gates a lane has these sums. WANTED: the gates to compute, one bit each. x:
 // the operand of ROWS items in threadgroup memory, from the lane's first run on. lane: the lane's number in its unit.
-// The argument 0 of add_product: the lane's weights begin at its vector 0; GATES after it: each unit has a sum per
-// gate.
+// The argument 0 of add_product: the lane's weights begin at its vector 0; GATES behind it: a unit has a sum per gate.
 template <class Cell, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
 void add_products(
     thread float (&sums)[ROWS][UNITS * Cell::GATES], thread const V* resident, const device V* streamed,
@@ -71,8 +70,7 @@ void read_ahead(
 // The second part of a forward step of a GRU whose reset comes before the product; it runs between two products.
 // Compute the gate r from y (the input's part of its preactivation) and the sums of the first product. Write r h to
 // `operand`, which the second product reads. h: the masked h, with the same layout as `operand`: one row of ROW vectors
-// per item. writes: whether the lane is the one that has its unit's state. own: the position of the unit's number in a
-// row.
+// per item. writes: whether the lane is the one that has its unit's state. own: the unit's position in a row.
 template <class Cell, int ROW, int ROWS, int SLOTS>
 void write_reset(
     thread const float (&y)[ROWS], thread const float (&sums)[ROWS][SLOTS], bool writes, int own,

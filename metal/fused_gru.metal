@@ -17,8 +17,7 @@ template <int OPTIONS>
 struct Lanes<GRUCell<OPTIONS>> {
   using Cell = GRUCell<OPTIONS>;
   // WRITER: the lane that has the state h and writes it, the one of n. FIRST: the gates of the step's first product,
-  // one bit each: r and z only (3) if the reset comes before the candidate's product, which then needs r; otherwise all
-  // (7).
+  // one bit each: r and z only (3) if the reset comes before the candidate's product, which then needs r; else all (7).
   enum { LANES = 4, WRITER = 2, TWO_PRODUCTS = Cell::RESETS_BEFORE, FIRST = TWO_PRODUCTS ? 3 : 7 };
 
   // gate_block: the lane's block of H numbers in z, gates and dz, or -1 if the lane has none. operand_block: its block

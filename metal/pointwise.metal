@@ -67,8 +67,7 @@ void sum_of_own_unit(thread float (&sums)[SIZE]) {
 
 // Layer normalisation. The kernels call the functions below for every cell. For a cell without a norm they do nothing:
 // the array norm_eps, from which own_norm_of_lane makes what a lane needs, is then `absent`, and each function has an
-// overload for the type Absent. fused_norm_own.metal has the overloads for the other cells, with the names of the
-// parameters.
+// overload for the type Absent. fused_norm_own.metal has the overloads for the other cells, with named parameters.
 
 // Without a norm (the array norm_eps is absent), return `absent` in place of what a lane needs for it. The other
 // parameters are those of the overload in fused_norm_own.metal.
