@@ -161,9 +161,8 @@ def with_gradient(problem: Problem, arrays: Arrays) -> list[str]:
 def differentiable(
     problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, refusal: Refusal | None
 ) -> Arrays:
-    """Return the engine's outputs by name. Their gradient is the engine's backward pass. chunked: runs the engine in
-    chunks of time, or None. refusal: returns a reason if that backward pass must not run; then `ops` computes the
-    gradient.
+    """Return the engine's outputs by name. Their gradient is the engine's backward pass. refusal: returns a reason if
+    that backward pass must not run; then `ops` computes the gradient.
 
     A custom function of MLX must get every array as an argument. MLX treats any other array that the function reads
     as a constant: MLX does not map it, and its gradient is 0.
@@ -383,9 +382,8 @@ def backward(
     """Return the gradients of all arrays except lengths and quantized weights. MLX can differentiate these gradients
     again as far as the engine supports it.
 
-    chunked: the object that ran the forward pass in chunks of time; None if all steps ran at once. cotangents: those of
-    some outputs. forward: the outputs of the forward pass that MLX sees, and the arrays that it saved where MLX does
-    not see them. left_out: names of gradients that nobody asks for, which the engine `numpy` need not compute.
+    cotangents: those of some outputs. forward: the outputs of the forward pass that MLX sees, and the arrays that it
+    saved where MLX does not see them.
     """
     outputs, hidden = forward
     # The gradients of `ops` are a graph that MLX can differentiate again. Gradients of evaluated chunks have no graph;
@@ -437,8 +435,7 @@ def engine_gradients(
     `numpy` can compute only with arrays that have values. In a Jacobian by mx.vmap the cotangents have none; then the
     engine `ops` computes the gradients.
 
-    chunked: the object that ran the forward pass in chunks of time; None if all steps ran at once. saved: what the
-    forward pass saved, by name. left_out: the names of gradients that nobody asks for, () or ("x",).
+    saved: what the forward pass saved, by name. left_out: () or ("x",).
     """
     sweeps = chunked or ENGINE_MODULES[engine]  # both have the function `backward`
     if engine != "numpy":

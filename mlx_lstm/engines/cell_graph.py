@@ -15,7 +15,8 @@ The name of an input is a letter and a number, from 0 on:
     d  the gradient of a new state, e  the gradient of a gate
     i  i0 is h times the mask, which enters the recurrent product
     k  k0 is the limit of c, k1 that of a projected h
-    W  W0 is the matrix of a second product in the step, W0T its transpose
+    W  W0 is the matrix of a second product in the step: Wp of an LSTM with a projection, or the candidate's rows of Wh
+       in a GRU whose reset comes before this product. W0T is its transpose
     N  N0 is the layer normalisation of c
 
 The lists of a `CellGraph` are node numbers, too. forward: the new states, h first. back: the gradients of the inputs
@@ -286,30 +287,13 @@ def needed(nodes: list[Node] | tuple[Node, ...], outputs: Iterable[int], leaves:
 
 
 class CellGraph:
-    """A recurrent cell as a graph: one step forward and its gradient.
-
-    The name of an input is one of these letters and a number from 0 on:
-
-    - x: a preactivation, or only its part from the input if `apart`
-    - p: the recurrent part of a preactivation, if `apart`
-    - s: a state; s0 is h
-    - u: an input of each step
-    - w: a parameter, one number per unit
-    - d: the gradient of a new state
-
-    The graph of a built-in cell has more inputs, which are not differentiated except i0:
-
-    - e: the gradient of a gate
-    - i: i0 is h times the mask (the factor of dropout), which enters the recurrent product
-    - k: k0 is the limit of c, and k1 that of a projected h
-    - W: a matrix. W0 is the weight of a second product in the step, and W0T its transpose: an LSTM's projection Wp, or
-      the candidate's rows of Wh in a GRU whose reset comes before this product
-    - N: N0 is the layer normalisation of c
+    """A recurrent cell as a graph: one step forward and its gradient. The module's docstring lists the names of inputs.
+    Only the graph of a built-in cell has the inputs e, i, k, W and N.
 
     apart: whether the function reads the input's part and the recurrent part of the preactivations separately. forward:
-    the nodes of the new states. names: the inputs that are differentiated, x*, p*, s*, u*, w* in this order. back: the
-    nodes of their gradients. saved: the nodes of the forward pass that the backward pass reads, besides the states and
-    its own inputs.
+    the nodes of the new states. names: the inputs that are differentiated, x*, p*, s*, u*, w* in this order, and i0.
+    back: the nodes of their gradients. saved: the nodes of the forward pass that the backward pass reads, besides the
+    states and its own inputs.
     """
 
     nodes: tuple[Node, ...]

@@ -112,9 +112,8 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
     """Return the graph of a cell, from a cache if the same function was traced for the same arguments and captures the
     same numbers.
 
-    cell: cell(a, state, *inputs, *params), which returns a tuple of states. counts: how many gates, states, inputs and
-    parameters it has. apart: whether it gets the input's part and the recurrent part of each preactivation as a pair.
-    shape: (B, H), the shape of each state. dtype: float32 or float64.
+    apart: whether the cell gets the input's part and the recurrent part of each preactivation as a pair. shape: (B, H),
+    the shape of each state. dtype: float32 or float64.
     """
     # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed, or if
     # it reads numbers of an array.
@@ -146,9 +145,7 @@ def cached_trace(
 
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
-    """Return the graph of a cell and of MLX's derivative of it. cell: the user's function cell(a, state, *inputs,
-    *params), which returns the new states. apart: whether it gets the input's part and the recurrent part of the
-    preactivations separately. shape: (B, H), the shape of each array. dtype: float32 or float64."""
+    """Return the graph of a cell and of MLX's derivative of it. The arguments are those of `traced`."""
     with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
         step = partial(called, cell, counts, apart)  # the cell as a function of one list of arrays
         # One array for each input: the preactivations (twice as many if `apart`), states, inputs and parameters.

@@ -84,7 +84,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     for name in ("h0", "c0", "lengths"):
         if name in arrays:
             inputs[name] = arrays[name]
-    # In float32, as chunks pass it and as later launches get it (cT), so that a trial runs the same kernels.
+    # In float32, as chunks pass it and as later launches get it (cT), so that one kernel reads all of them.
     if "c0" in inputs and isinstance(cell, PointwiseCell):
         inputs["c0"] = arrays["c0"].astype(mx.float32)
     # z: the input's part of the preactivations. If several launches read it, it is made contiguous for them.

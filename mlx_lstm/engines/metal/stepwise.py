@@ -16,6 +16,7 @@ weights are as in the module `fused`. Words and names:
 - `before`, `after`: the input of a kernel with the row of the launch before; its output, the new row. `h_before`: with
   a projection, the row with h of the step before
 - `sizes`: an input with the sizes of a launch. `weights`: the matrix of a backward product
+- `layout`: for each kind of rows the number of rows in each array, the elements of a row, and H or P
 - saved, cotangents: the outputs of the forward pass; the gradients that the caller gives for some of them
 - carry: the gradient of a state before a step, without the part through the recurrent product
 - z: the input's part of the preactivations. q: a GRU's candidate's recurrent product. m: in a projection h = m Wp^T
@@ -825,8 +826,7 @@ def product_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], shader: StepShader, width: int, written: mx.Dtype
 ) -> StepKernel:
     """Return a kernel that computes a matrix product and writes it as a row [B, D width]. width: the number of columns
-    for each direction. present: the names of the arrays that are there. shader: its name and fields. written: the dtype
-    of the row's elements, dtype or row_type(dtype), which have the same size."""
+    for each direction. written: the dtype of the row's elements, dtype or row_type(dtype), which have the same size."""
     tile = tile_of(problem, width)
     output = row_length(problem, width, blocks=1, floats=0, dtype=dtype), written
     return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
@@ -835,10 +835,9 @@ def product_kernel(
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the kernel of a backward step, which writes a row with the gradients of this step.
-    metal/stepwise_backward.metal describes its inputs and the row. present: the names of the arrays that are there.
-    Among them: dh_now, the row with the gradient of a projected h; rows and row, the array and the number in it of the
-    forward pass's row with the gates; weights, the transposed Wh or Wp; q, a GRU's candidate's product. A threadgroup
-    computes a tile of the product: some batch items, and one column per unit."""
+    metal/stepwise_backward.metal describes its inputs and the row. Among the inputs: dh_now, the row with the gradient
+    of a projected h; rows and row, the array and the number in it of the forward pass's row with the gates. A
+    threadgroup computes a tile of the product: some batch items, and one column per unit."""
     tile = tile_of(problem, problem.H)
     fields = (
         "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths "
@@ -850,10 +849,9 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 
 def backward_length(problem: Problem, present: Collection[str], dtype: mx.Dtype) -> int:
-    """Return the number of elements of the row that a backward step writes. present: the names of the arrays that
-    are there. floats: a carry for each state besides h, and for h if a step reads it outside of the recurrent product;
-    with `keep` a second time, before their multiplication by keep; and the gradients of the parameters (`summed`),
-    which the steps sum up."""
+    """Return the number of elements of the row that a backward step writes. floats: a carry for each state besides h,
+    and for h if a step reads it outside of the recurrent product; with `keep` a second time, before their
+    multiplication by keep; and the gradients of the parameters (`summed`), which the steps sum up."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     return row_length(problem, problem.H, blocks=cell.gradients + cell.inputs, floats=floats, dtype=dtype)
@@ -982,9 +980,8 @@ def norm_own_backward_kernel(
 ) -> StepKernel:
     """Return the last kernel of a backward step of a cell written by the user, with a norm. It writes a row: as floats
     the carries (with `keep` also before their multiplication by it) and the gradients of the parameters; then those of
-    the products, of the inputs and of the preactivations. present: the names of the arrays that are there. rows, row:
-    the array and the number in it of the forward pass's row with the saved values. q: absent, but the shader's code for
-    all cells names it."""
+    the products, of the inputs and of the preactivations. rows, row: the array and the number in it of the forward
+    pass's row with the saved values. q: absent, but the shader's code for all cells names it."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     blocks = cell.gates + cell.inputs + cell.gradients
@@ -1078,8 +1075,7 @@ def outputs_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
     """Return the launch that copies the outputs in `names` (some of h, c, gates, hT, cT) from the rows of a forward
-    pass: the rows that the cells wrote and, with a projection, the rows with h. present: the names of the inputs
-    that are there. layout: the sizes of each kind of rows."""
+    pass: the rows that the cells wrote and, with a projection, the rows with h."""
     (T, B, H, P), D, gates, c = problem[:4], problem.directions, problem.cell.kept, problem.cell.carried
     shapes = {
         "c": ((T, B, D * c * H), mx.float32),
@@ -1111,8 +1107,7 @@ def outputs_launch(
 def gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies the results of a backward pass from its rows into sequences. present: the names of
-    the inputs that are there. layout: the sizes of each kind of rows.
+    """Return the launch that copies the results of a backward pass from its rows into sequences.
 
     It always writes dz, the gradients of the preactivations, and with a projection dh, the gradient of h. If `names`
     contains them, it also writes
@@ -1169,8 +1164,7 @@ def gradients_launch(
 def norm_gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies the results of a backward pass with a norm from its rows into sequences.
-    present: the names of the inputs that are there. layout: the sizes of each kind of rows. It writes
+    """Return the launch that copies the results of a backward pass with a norm from its rows into sequences. It writes
 
     - d_product, the gradients of the recurrent products, and dz, those of the preactivations; without a norm of the
       products only dz
