@@ -9,6 +9,7 @@ fit for printing. `shown(text, LINE)` does the same for a whole line. `fail("con
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -131,8 +132,7 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
             fail("convert", "--stack must name each layer once", f"{name!r} twice")
     for names in options.stack or []:  # such as "lstm,lstm_1": lstm_1 reads the output of lstm
         first, *others = names.split(",")
-        # "--stack": what error texts begin with.
-        layers[first] = stacked("--stack", [layers[name] for name in (first, *others)])
+        layers[first] = stacked("--stack", [layers[name] for name in (first, *others)])  # "[--stack] ..." in errors
         keys[first] = [key for name in (first, *others) for key in keys[name]]
         for name in others:
             del layers[name]
@@ -146,8 +146,8 @@ def all_renamed(entries: dict[str, Any], old: str, new: str) -> dict[str, Any]:
     """Return a dict with all names changed by `renamed`. Raise ValueError if two entries would have the same name."""
     changed = {renamed(name, old, new): entry for name, entry in entries.items()}
     if len(changed) < len(entries):
-        names = some(name for name in changed if sum(renamed(each, old, new) == name for each in entries) > 1)
-        fail("convert", f"--prefix {old}={new} must leave all names different", f"{names} twice")
+        name = Counter(renamed(name, old, new) for name in entries).most_common(1)[0][0]
+        fail("convert", f"--prefix {old}={new} must leave all names different", f"{title(name)} twice")
     return changed
 
 
