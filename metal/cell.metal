@@ -38,8 +38,7 @@ template <int COUNT> constant constexpr int SIZE_FOR = COUNT == 0 ? 1 : COUNT;
 template <class Cell> constant constexpr int CARRIES = int(Cell::CARRIED) + int(Cell::PASSES_H);
 template <class Cell> constant constexpr int FIRST_CARRY = 1 - int(Cell::PASSES_H);
 
-// The size of the array `y` of a cell's forward step: it has GATES preactivations on entry, KEPT saved numbers on
-// return.
+// The size of the array `y` of a cell's forward step: on entry GATES preactivations, on return KEPT saved numbers.
 template <class Cell> constant constexpr int VALUES = Cell::GATES > Cell::KEPT ? int(Cell::GATES) : int(Cell::KEPT);
 
 // The activation functions, as numbers in OPTIONS. HARD_SIGMOID and HARD_SIGMOID_SIXTH are 0.2 x + 0.5 and x / 6 + 0.5,
@@ -60,9 +59,9 @@ inline float within(float least, float x, float most) { return x < least ? least
 
 // Return tanh(x) if is_tanh, else sigmoid(x). Both are computed by one formula with one exp2 and one reciprocal, so
 // neighbouring lanes can compute different functions without a branch: sigmoid(x) = 1 / (1 + 2^(-x log2 e)), and
-// tanh(x) = 2 sigmoid(2 x) - 1. Near 0 this tanh loses digits, so there (x^2 < 0.3) a polynomial replaces it. The error
-// is at most 4 units in the last place (ulp). Exception: for a sigmoid with x < -4 it is up to |x| ulp, because the
-// argument of exp2 is rounded.
+// tanh(x) = 2 sigmoid(2 x) - 1. Near 0 this tanh loses digits, so for x^2 < 0.3 a polynomial replaces it, with the
+// coefficients that make the largest relative error smallest. The error is at most 4 units in the last place (ulp).
+// Exception: for a sigmoid with x < -4 it is up to |x| ulp, because the argument of exp2 is rounded.
 inline float squash(bool is_tanh, float x) {
   const float power = x * (is_tanh ? -2.88539008f : -1.44269504f);  // -2 log2 e and -log2 e
   // The exponent is limited to 126, because the reciprocal of numbers above 2^126 may be inexact. NaN stays NaN.

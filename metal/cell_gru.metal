@@ -18,14 +18,16 @@
 //   bit 23   1 if the reset comes before the candidate's product (RESETS_BEFORE), 0 if it comes after
 //   bit 24   1 for flip_z (FLIPS_Z)
 // A unit has one constant, its bias bhn, which is the same at all steps. It is 0 if the reset comes before the product:
-// then the bias is a part of a_n. All members of the struct are those that cell.metal lists, so that every kernel runs
-// every cell. A parameter without a name is one that only other cells read.
+// then the bias is a part of a_n. All structs of cells have the same members (cell.metal), so that every kernel runs
+// every cell. Most are counts per unit: GATES preactivations, PRODUCTS of them with a recurrent product; KEPT numbers
+// for the backward step, and GRADIENTS of preactivations that it stores; CONSTANTS, SUMMED of them with a gradient;
+// INPUTS of each step, in a user's cell; CARRIED states besides h. PASSES_H: 1 if a step reads h outside the product.
+// SEGMENTS: the parts of the backward product dz Wh. Parameters without a name are for other cells.
 template <int OPTIONS>
 struct GRUCell {
-  // The members that cell.metal lists; GATE_R, GATE_Z, GATE_N number the gates. There is no state besides h (CARRIED),
-  // which a step also reads outside its product (PASSES_H). READS_BEFORE: the backward step reads h before the step,
-  // bit 0. SEGMENTS: the backward product dz Wh has one part per gate, because the candidate's dz is multiplied by r;
-  // if the reset comes before the product, only r and z are in it: the candidate has a product of its own.
+  // GATE_R, GATE_Z, GATE_N number the gates. READS_BEFORE: the backward step reads h before the step, bit 0. SEGMENTS:
+  // one per gate, because the candidate's dz is multiplied by r; if the reset comes before the product, only r and z
+  // are in it: the candidate has a product of its own.
   enum { GATE_R, GATE_Z, GATE_N, GATES, PRODUCTS = 3, KEPT = 3, GRADIENTS = 3, CARRIED = 0, PASSES_H = 1 };
   enum { READS_BEFORE = 1, READS_AFTER = 0, CONSTANTS = 1, INPUTS = 0, SUMMED = 0 };
   enum { RESETS_BEFORE = (OPTIONS >> 23) & 1, FLIPS_Z = (OPTIONS >> 24) & 1, SEGMENTS = RESETS_BEFORE ? 2 : 3 };
@@ -86,8 +88,8 @@ struct GRUCell {
   static float past_products(float z, float dh) { return dh * (FLIPS_Z ? 1.0f - z : z); }
 
   // Return the gradient of r's preactivation. dr: the gradient of the gate r: its cotangent plus one term, which the
-  // caller adds. If r multiplies the product q, the term is q dz_n. If r multiplies h before the product, it is
-  // the masked h times the gradient of the product r h.
+  // caller adds. If r multiplies the product q, the term is q dz_n. If r multiplies x = mask * h_prev before the
+  // product, it is x times the gradient of r x; `mask` is the factor on h in a recurrent product.
   static float reset_backward(float r, float dr) { return dr * slope(activation(GATE_R), r); }
 
   // Compute one step in reverse. y: the gates. q: the candidate's recurrent product with its bias. h_prev: h before the

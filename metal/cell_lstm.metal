@@ -21,14 +21,17 @@
 //   bit 25       1 if c is clipped
 //   bit 26       1 if the clip stops gradients
 // The constants p of a unit, which are the same at all steps, are its peephole weights in the order i, f, g, o, then
-// the forget bias and the limit of c. All members of the struct are those that cell.metal lists, so that every kernel
-// runs every cell. A parameter without a name is one that only other cells read.
+// the forget bias and the limit of c. All structs of cells have the same members (cell.metal), so that every kernel
+// runs every cell. Most are counts per unit: GATES preactivations, PRODUCTS of them with a recurrent product; KEPT
+// numbers for the backward step, and GRADIENTS of preactivations that it stores; CONSTANTS, SUMMED of them with a
+// gradient; INPUTS of each step, in a user's cell; CARRIED states besides h. PASSES_H: 1 if a step reads h outside the
+// product. SEGMENTS: the parts of the backward product dz Wh. Parameters without a name are for other cells.
 template <int OPTIONS>
 struct LSTMCell {
-  // The members that cell.metal lists. GATE_I ... GATE_O number the gates; OUTPUT, the activation of c, follows them in
-  // OPTIONS. FORGET_BIAS and LIMIT are positions in p, behind the four peephole weights; CONSTANTS is the size of p.
-  // One state, c, is CARRIED besides h. READS_BEFORE, READS_AFTER: the backward step reads c before and after the step;
-  // 2 is the bit of c, which follows that of h. PEEPHOLE, CLIPS, STOPS: the LSTM's own options.
+  // GATE_I ... GATE_O number the gates; OUTPUT, the activation of c, follows them in OPTIONS. FORGET_BIAS and LIMIT are
+  // positions in p, behind the four peephole weights; CONSTANTS is the size of p. The CARRIED state is c. READS_BEFORE,
+  // READS_AFTER: the backward step reads c before and after the step; 2 is the bit of c, which follows that of h.
+  // PEEPHOLE, CLIPS, STOPS: the LSTM's own options.
   enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, FORGET_BIAS = 4, LIMIT, CONSTANTS };
   enum { GATES = 4, PRODUCTS = 4, KEPT = 4, GRADIENTS = 4, SEGMENTS = 1, CARRIED = 1, PASSES_H = 0 };
   enum { READS_BEFORE = 2, READS_AFTER = 2, INPUTS = 0, SUMMED = 0 };

@@ -4,13 +4,16 @@
 //         so that all cells share the layout of gates
 //   s     the activation function       da, dh   the gradients of a and h
 //
-// The struct's template parameter OPTIONS has the layout of cell.metal: bits 8-10 are the activation. All members of
-// the struct are those that cell.metal lists, so that every kernel runs every cell. A parameter without a name is one
-// that only other cells read.
+// The struct's template parameter OPTIONS has the layout of cell.metal: bits 8-10 are the activation. All structs of
+// cells have the same members (cell.metal), so that every kernel runs every cell. Most are counts per unit: GATES
+// preactivations, PRODUCTS of them with a recurrent product; KEPT numbers for the backward step, and GRADIENTS of
+// preactivations that it stores; CONSTANTS, SUMMED of them with a gradient; INPUTS of each step, in a user's cell;
+// CARRIED states besides h. PASSES_H: 1 if a step reads h outside the product. SEGMENTS: the parts of the backward
+// product dz Wh. Parameters without a name are for other cells.
 template <int OPTIONS>
 struct RNNCell {
-  // The members that cell.metal lists: one preactivation with a recurrent product, no state besides h. READS_AFTER: the
-  // backward step reads h after the step (bit 0), because the slope of the activation is computed from its output.
+  // READS_BEFORE, READS_AFTER: the backward step reads only h after the step (bit 0), because the slope of the
+  // activation is computed from its output.
   enum { GATES = 1, PRODUCTS = 1, KEPT = 1, GRADIENTS = 1, SEGMENTS = 1, CARRIED = 0, PASSES_H = 0 };
   enum { READS_BEFORE = 0, READS_AFTER = 1, CONSTANTS = 0, INPUTS = 0, SUMMED = 0 };
 

@@ -114,13 +114,12 @@ void distance_to_next(bool exists, thread const Place<Index>& step, thread Place
 // Return the position of a unit's block number `block` in an array whose rows have COUNT blocks of H numbers. at: the
 // position of the same row and unit in an array whose rows have one block. If at = row H + unit, the result is row
 // COUNT H + block H + unit. The compiler computes the term behind `at * COUNT` once per launch, so a step costs one
-// multiply-add.
+// multiply-add. This term may be negative: it wraps around, as in between_steps.
 template <int COUNT, int H, class Index>
 Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 
 // Load all COUNT values that an array has for one unit at one step of one item: value k into values[first + k], 0 if
-// the array is absent. at: the unit's position in an array with one value per unit. The values of a unit are H elements
-// apart.
+// the array is absent. at: the unit's position in an array with one value per unit. A unit's values are H apart.
 template <int COUNT, int H, class Index, class A, int SIZE>
 void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int first) {
 #pragma clang loop unroll(full)

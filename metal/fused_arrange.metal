@@ -17,8 +17,9 @@
 //   a, S, W     the struct of all arrays; the dtype of the weights; the type of the array Wh
 //
 // Quantized weights: LaneShare (fused_quantized.metal) says which words a lane reads: it has SPAN weights of a row, in
-// pieces of PIECE weights with the same scale (FACTORS: 2 with a bias, else 1). Packed (quantized.metal) has the arrays
-// of words, scales and biases; BITS bits per weight, SIZE weights per scale.
+// pieces of PIECE weights with the same scale (FACTORS: 2 with a bias, else 1). V, the type PackedVector, selects it.
+// FIELD: the bits that a weight takes in these words. Packed (quantized.metal) has the arrays of words, scales and
+// biases; BITS bits per weight, SIZE weights per scale. scale_of<SIZE>: a scale as a float; SIZE tells its format.
 
 // ALL, BUT_CANDIDATE: values of `block` in the backward pass; see weight_of. weight_of returns the k-th weight of the
 // product that computes one number for `unit`, or 0 past the end.
@@ -105,8 +106,7 @@ uint bits_of(const device uint* words, int k) {
 
 // Return word number `number` of the 32-bit words that lane `index` reads. It contains several weights, each in a field
 // of FIELD bits, or one scale or bias as a float. Wh: the quantized weights of all directions, BITS bits per weight,
-// with a scale for every SIZE of them. V: the type PackedVector, which selects the LaneShare that says how words are
-// arranged.
+// with a scale for every SIZE of them.
 template <class Cell, int H, int UNITS, class V, int FIELD, int BITS, int SIZE, class A, class B>
 uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int number) {
   constexpr int GATES = Cell::GATES, GROUP = Lanes<Cell>::LANES * UNITS, SLOTS = UNITS * GATES, PER_WORD = 32 / FIELD;

@@ -46,11 +46,12 @@ void products_of_columns(
 }
 
 // The second part of a backward step of a GRU whose reset comes before the product; it runs between two products. sum:
-// the result of the first product, the gradient of r h. From it the function computes the gradient of r's
-// preactivation. Then lanes 0 and 1 of a unit write the gradients of r and z to `vectors` [ROWS][ROW], the operand of
-// the second product. On the gate axis of Wh there is also the candidate n, but not in this operand. So gates that come
-// after n on this axis move up by one block (`rank`). real: whether the lane has a unit. t: the step's time index. Also
-// add to items[r].past what reaches h through r h: r times the gradient of r h.
+// the result of the first product, the gradient of r * mask * h_prev, where `mask` includes keep. From it the function
+// computes the gradient of r's preactivation. Then lanes 0 and 1 of a unit write the gradients of r and z to `vectors`
+// [ROWS][ROW], the operand of the second product. On the gate axis of Wh there is also the candidate n, but not in this
+// operand. So gates that come after n on this axis move up by one block (`rank`). real: whether the lane has a unit. t:
+// the step's time index. Also add to items[r].past what reaches h_prev, which is in states[0], through r * h_prev: r
+// times d_rh, the gradient of r * h_prev.
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
     thread Item<Cell, Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,
@@ -59,9 +60,9 @@ void reset_back(
   const int row = Lanes<Cell>::operand_block(lane), rank = row > Lanes<Cell>::operand_block(LANES - 1) ? row - 1 : row;
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    const float reset = of_lane<LANES>(items[r].y, 0), dr = sum[r] * items[r].mask;
-    if (lane == 0) items[r].d = Cell::reset_backward(reset, items[r].d + dr * items[r].states[0]);
-    items[r].past += dr * reset;
+    const float reset = of_lane<LANES>(items[r].y, 0), d_rh = sum[r] * items[r].mask;
+    if (lane == 0) items[r].d = Cell::reset_backward(reset, items[r].d + d_rh * items[r].states[0]);
+    items[r].past += d_rh * reset;
     const S result = S(is_live(a.lengths, t, items[r].length) ? items[r].d : 0.0f);
     if (real && lane == 0) a.dz[items[r].at.gate] = result;
     if (real && lane < 2) number_at(vectors, r * ROW, rank * H + unit) = float(result);
@@ -133,10 +134,11 @@ void store_first(
 
 // Run the backward pass. group: the threadgroup's number along the batch, and the direction. index: the thread's number
 // among `threads`. TWO: whether a step has two products; FIRST: the runs of the first one, which has H numbers. lane:
-// the lane's number in its unit; s: in its group. real: whether the lane has a unit. has_gate: whether it also has a
-// gate (lane 3 of a GRU has none). row: the block of the operand that it writes, or -1. block: the block that it reads,
-// that of its gate. p: its constant, a peephole weight or bhn. limit: that of c. HALF: the vectors of a half of the
-// buffer, SIZE: of all. Besides dz, dh0 and dc0 it writes two arrays, which may be absent:
+// the lane's number in its unit; s: in its group. real: whether the lane has a unit (always if the units fill whole
+// simdgroups: then the compiler drops the comparison with H). has_gate: whether it also has a gate (lane 3 of a GRU has
+// none). row: the block of the operand that it writes, or -1. block: the block that it reads, that of its gate; lane 3
+// of a GRU reads that of the candidate. p: its constant, a peephole weight or bhn. limit: that of c. HALF: the vectors
+// of a half of the buffer, SIZE: of all. Besides dz, dh0 and dc0 it writes two arrays, which may be absent:
 //   d_out  [., B, D G H]       d, if it differs from dz
 //   carry  [., B, D H] float   for an LSTM the gradient of keep * c; for the other cells the part of the gradient of
 //                              keep * h that bypasses the product

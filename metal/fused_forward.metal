@@ -32,8 +32,7 @@
 // item, one gate and one unit. On return sums[r] holds the sums of batch item r and the lane's own unit.
 // Lanes<Cell>::sum_of_unit says for which gates a lane has these sums. WANTED: the gates to compute, one bit each. x:
 // the operand of ROWS items in threadgroup memory, from the lane's first run on. lane: the lane's number in its unit.
-// The argument 0 of add_product: the lane's weights begin at its vector 0; GATES after it: each unit has a sum per
-// gate.
+// The argument 0 of add_product: the lane's weights begin at its vector 0; GATES behind it: a unit has a sum per gate.
 template <class Cell, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
 void add_products(
     thread float (&sums)[ROWS][UNITS * Cell::GATES], thread const V* resident, const device V* streamed,
@@ -71,8 +70,7 @@ void read_ahead(
 // The second part of a forward step of a GRU whose reset comes before the product; it runs between two products.
 // Compute the gate r from y (the input's part of its preactivation) and the sums of the first product. Write r h to
 // `operand`, which the second product reads. h: the masked h, with the same layout as `operand`: one row of ROW vectors
-// per item. writes: whether the lane is the one that has its unit's state. own: the position of the unit's number in a
-// row.
+// per item. writes: whether the lane is the one that has its unit's state. own: the unit's position in a row.
 template <class Cell, int ROW, int ROWS, int SLOTS>
 void write_reset(
     thread const float (&y)[ROWS], thread const float (&sums)[ROWS][SLOTS], bool writes, int own,
@@ -102,11 +100,12 @@ void store_last(
 
 // Run the forward pass. group: the threadgroup's number along the batch, and the direction. index: the thread's number
 // among `threads`. s: its number in its group of lanes; lane: in its unit. block: the lane's gate, -1 if it has none.
-// real: whether the lane has a unit; a lane past H only takes part in the product. own: where the unit's h lies in an
-// operand. writes: whether the lane has the state of a unit: h_now and c_now are only valid there. HALF: the vectors of
-// a half of the double buffer. TWO: whether a step has two products; the second one is that of gate n alone (bit 4). y:
-// the lane's z, then its gate; m: the new h, in the lane that writes. The array `numbers` of an LSTM has its forget
-// bias and the limit of its c. A lane without a gate or unit reads the numbers of block 0 or unit 0.
+// real: whether the lane has a unit (always if the units fill whole simdgroups: then the compiler drops the comparison
+// with H); a lane past H only takes part in the product. own: where the unit's h lies in an operand. writes: whether
+// the lane has the state of a unit: h_now and c_now are only valid there. HALF: the vectors of a half of the double
+// buffer. TWO: whether a step has two products; the second one is that of gate n alone (bit 4). y: the lane's z, then
+// its gate; m: the new h, in the lane that writes. The array `numbers` of an LSTM has its forget bias and the limit of
+// its c. A lane without a gate or unit reads the numbers of block 0 or unit 0.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void fused_forward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {

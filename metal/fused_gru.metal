@@ -7,19 +7,17 @@
 //
 // a is the preactivation, a_n that of n without q. q is the candidate's recurrent product with its bias bhn. If the
 // reset comes before the product, the product is that of r h. The option flip_z exchanges z and 1 - z. H: hidden units,
-// D: directions. OPTIONS: the cell's options as one integer.
-// GRUCell<OPTIONS> (cell_gru.metal) is the cell of one unit, with functions for single gates and their gradients;
-// GATE_R, GATE_Z, GATE_N are 0, 1, 2, block(gate) the place of a gate on a gate axis. activate_own: the activation of
-// the lane's gate. sum_over_lanes, of_lane<4>(x, n): the sum over the lanes of a unit, the x of its lane n
-// (fused_lanes.metal).
+// D: directions. OPTIONS: the cell's options as one integer. GRUCell<OPTIONS> (cell_gru.metal) is the cell of one unit,
+// with functions for single gates and their gradients; GATE_R, GATE_Z, GATE_N are 0, 1, 2, block(gate) the place of a
+// gate on a gate axis. activate_own<OPTIONS, N>: the activation of the lane's gate, one of the first N. sum_over_lanes,
+// of_lane<4>(x, n): the sum over the lanes of a unit, the x of its lane n (fused_lanes.metal).
 
 // How the four lanes of a unit of a GRU compute a step; fused_lanes.metal lists the members.
 template <int OPTIONS>
 struct Lanes<GRUCell<OPTIONS>> {
   using Cell = GRUCell<OPTIONS>;
   // WRITER: the lane that has the state h and writes it, the one of n. FIRST: the gates of the step's first product,
-  // one bit each: r and z only (3) if the reset comes before the candidate's product, which then needs r; otherwise all
-  // (7).
+  // one bit each: r and z only (3) if the reset comes before the candidate's product, which then needs r; else all (7).
   enum { LANES = 4, WRITER = 2, TWO_PRODUCTS = Cell::RESETS_BEFORE, FIRST = TWO_PRODUCTS ? 3 : 7 };
 
   // gate_block: the lane's block of H numbers in z, gates and dz, or -1 if the lane has none. operand_block: its block
@@ -32,7 +30,8 @@ struct Lanes<GRUCell<OPTIONS>> {
   }
   static constexpr int slot_block(int n, int) { return Cell::block(n); }
 
-  // Return the unit's bias bhn, from the array [D H]; 0 if it is absent. All lanes of the unit get the same value.
+  // Return the unit's bias bhn, from the array [D H]; 0 if it is absent. All lanes of the unit get the same value; the
+  // parameter without a name is the lane's number.
   template <class Arrays>
   static float constant_of(thread const Arrays& a, int direction, int, int H, int unit) {
     return value_at(a.bhn, long(direction) * H + unit, 0.0f);

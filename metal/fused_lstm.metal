@@ -7,9 +7,9 @@
 // directions. OPTIONS: the cell's options as one integer. LSTMCell<OPTIONS> (cell_lstm.metal) is the cell of one unit:
 // its functions gate, preactivation, state and those for gradients; PEEPHOLE is NO_PEEPHOLE, or says whether the
 // peephole of o reads the new c (O_SEES_CURRENT) or c_prev; STOPS: whether the clip stops gradients; block(n): the
-// place of gate n on a gate axis; OUTPUT: the activation of c. activate_own, slope_own: the activation of the lane's
-// gate and its derivative. sum_over_lanes, of_lane<4>(x, n): the sum over the lanes of a unit, the x of its lane n
-// (fused_lanes.metal). simd_shuffle_xor(x, n): the x of lane (own number) ^ n, an exclusive or.
+// place of gate n on a gate axis; OUTPUT: the activation of c. activate_own<OPTIONS, N>, slope_own: the activation of
+// the lane's gate, one of the first N, and its derivative. sum_over_lanes, of_lane<4>(x, n): the sum over the lanes of
+// a unit, the x of its lane n (fused_lanes.metal). simd_shuffle_xor(x, n): the x of lane own ^ n (exclusive or).
 
 // How the four lanes of a unit of an LSTM compute a step; fused_lanes.metal lists the members.
 template <int OPTIONS>
@@ -92,6 +92,7 @@ struct Lanes<LSTMCell<OPTIONS>> {
     d = Cell::gate_backward(
         d, gate == Cell::GATE_O ? dh : dc, gate == Cell::GATE_O ? s : factor, slope_own<OPTIONS, 4>(gate, y));
     dc *= of_lane<LANES>(y, Cell::GATE_F);
+    // 0 for o if its peephole reads the new c: the term is in dc already
     if constexpr (Cell::PEEPHOLE != Cell::NO_PEEPHOLE)
       dc += sum_over_lanes<LANES>(Cell::PEEPHOLE == Cell::O_SEES_CURRENT && gate == Cell::GATE_O ? 0.0f : d * p);
     dh = 0.0f;

@@ -75,9 +75,10 @@ void product_of_matrices(
 
 // Return the position of a unit's number k in an array with COUNT numbers per unit, in COUNT blocks of H numbers per
 // batch item. at: the unit's positions, at.gate that of block 0. If COUNT is the number of gates, at.gate gives the
-// position by an addition; any other COUNT takes a multiplication. earlier: for an array that begins at time index 0,
-// the number of elements that an array with one number per unit, such as h, has before the launch's first time index; 0
-// for an output, which begins with the launch.
+// position by an addition; any other COUNT, of a user's cell only, takes a multiplication. A user's cell has number k
+// in block k, a built-in cell in the block of gate k. earlier: for an array that begins at time index 0, the number of
+// elements that an array with one number per unit, such as h, has before the launch's first time index; 0 for an
+// output, which begins with the launch.
 template <class Cell, int COUNT, int H, class Index>
 Index block_place(thread const Place<Index>& at, int k, int unit, Index earlier = 0) {
   return COUNT == Cell::GATES ? at.gate + Index(COUNT) * earlier + Cell::block(k) * H
@@ -217,8 +218,9 @@ void product_of_columns(
 
 // Read what the lane needs at step n for its two batch items: the saved numbers y (of most cells the gates), their
 // cotangents d, and in `numbers` states, cotangents, inputs and factors (read_step in fused.metal). All these arrays
-// begin at time index 0. earlier: the number of elements of h before the launch's first time index; an array of gates
-// has GATES times as many. step: the number of elements of h from one time index to the next. unit: the lane's unit.
+// begin at time index 0. Only a built-in cell has cotangents d: its KEPT and GRADIENTS are GATES. earlier: the number
+// of elements of h before the launch's first time index; an array of gates has GATES times as many. step: the number of
+// elements of h from one time index to the next. unit: the lane's unit.
 template <class Cell, int H, class Index, class Arrays>
 void read_items(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Cell, Index> (&items)[2],
@@ -263,7 +265,8 @@ void unit_backward(
 #pragma clang loop unroll(full)
   for (int k = 0; k < Cell::INPUTS; ++k)
     store(a.du, place_of<Cell::INPUTS, H>(item.at.state, k, unit), live ? du[k] : 0.0f);
-  // carry gets what bypasses the product, for the states from number FIRST on: h has such a part in some cells only
+  // `carry`, from which the gradient of keep is computed, gets the gradients of keep * state without the part through
+  // the product, for the states from number FIRST on: for h in some cells only
 #pragma clang loop unroll(full)
   for (int k = FIRST; k <= C; ++k)
     store(a.carry, place_of<CARRIES<Cell>, H>(item.at.state, k - FIRST, unit), live ? ds[k] : 0.0f);

@@ -325,9 +325,10 @@ void read_norm(
 }
 
 // Compute dc[r], the gradient of c before its norm, for ROWS batch items. On entry dc is the gradient that later steps
-// send back. t: the step's time index. p: the lane's peephole weight. numbers: the cotangents. after: number 1 is c
-// after the step. On return saved.c_y is s_output(normalised c), which unit_backward needs. Also write the gradient of
-// the normalised c to d_norm_c, from which MLX computes the gradients of scale and shift.
+// send back. t: the step's time index. p: the lane's peephole weight. real: whether the lane has a unit (always if the
+// units fill whole simdgroups: then the compiler drops the comparison with H). numbers: the cotangents. after: number 1
+// is c after the step. On return saved.c_y is s_output(normalised c), which unit_backward needs. Also write the
+// gradient of the normalised c to d_norm_c, from which MLX computes the gradients of scale and shift.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     thread const NormLane& norm, thread NormNumbers<ROWS>& saved, thread const Arrays& a, int t, float p,
@@ -385,7 +386,8 @@ void unit_backward(
     constexpr int LANES = Lanes<Cell>::LANES;
     const float before = numbers.keep * item.states[1];
     // The clip comes before the norm, and its gradient needs the clipped c. `after` is this c, unless the state is the
-    // normalised c. Then f c + i g is computed again; at the limit it has the same effect as the clipped c.
+    // normalised c. Then c before the clip, f c + i g, stands for it: where |c| >= limit, clip_backward only asks
+    // whether f c + i g is the limit.
     float c = after;
     if constexpr (N::IN_STATE && Cell::STOPS)
       c = of_lane<LANES>(item.y, Cell::GATE_F) * before +

@@ -235,8 +235,8 @@ void standardise_gates_backward(thread const OwnNormLane<COUNT>& norm, thread Ow
     for (int r = 0; r < ROWS; ++r)
 #pragma clang loop unroll(full)
       for (int j = 0; j < COUNT; ++j) {
-        const float away = own[r][0] + numbers.y[r][j] * own[r][1];
-        numbers.d[r][j] = (numbers.d[r][j] - away * (1.0f / (int(Cell::GATES) * H * P::COPIES))) * numbers.r[r][j];
+        const float sums = own[r][0] + numbers.y[r][j] * own[r][1];
+        numbers.d[r][j] = (numbers.d[r][j] - sums * (1.0f / (int(Cell::GATES) * H * P::COPIES))) * numbers.r[r][j];
       }
   }
 }

@@ -32,8 +32,9 @@ struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   enum {
     NEEDED = (LENGTH + GROUP - 1) / GROUP,
     // A lane needs at least NEEDED weights of each row, so that the lanes together have the whole row. SPAN is the next
-    // power of two, because the size of a quantization group is one too: a lane's weights then lie in one group, or
-    // fill whole groups.
+    // power of two, at least 8, because lanes read eight weights at a time. 128 is enough: a threadgroup has at most
+    // 1024 threads, so H <= 1024, and GROUP is 8. It is a power of two, because the size of a quantization group is one
+    // too: a lane's weights then lie in one group, or fill whole groups.
     SPAN = NEEDED <= 8 ? 8 : NEEDED <= 16 ? 16 : NEEDED <= 32 ? 32 : NEEDED <= 64 ? 64 : 128,
     RUNS = SPAN / 4,
     PIECE = SPAN < SIZE ? SPAN : SIZE,
@@ -96,7 +97,7 @@ void add_eight(
     thread float (&products)[ROWS][SLOTS], thread float (&x_sums)[ROWS], int first,
     thread Words<PackedVector<FIELD, SIZE, BIASED>>& lane, threadgroup const float4* x) {
   constexpr int WORDS = FIELD / 4;
-  const typename Biases<BIASED>::type biases = {};
+  const typename Biases<BIASED>::type biases = {};  // only its type is read
   float operands[ROWS][8];
 #pragma clang loop unroll(full)
   for (int part = 0; part < 8 * ROWS; ++part) {
@@ -132,7 +133,7 @@ void add_product(
   using Share = LaneShare<PackedVector<FIELD, SIZE, BIASED>, 4 * GROUP * RUNS, GROUP, SLOTS>;
   constexpr int EIGHTS = Share::PIECE / 8, FACTORS = Share::FACTORS;
   Words<PackedVector<FIELD, SIZE, BIASED>> lane = {resident, streamed, uint4(0), -1};
-  const typename Biases<BIASED>::type biases = {};
+  const typename Biases<BIASED>::type biases = {};  // only its type is read
 #pragma clang loop unroll(full)
   for (int piece = 0; piece < Share::PIECES; ++piece) {
     const int first = piece * Share::EACH;

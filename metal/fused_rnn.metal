@@ -1,9 +1,9 @@
 // The step of the plain RNN, h = s(a), in the whole-sequence kernels with the product in lanes. Each hidden unit has
 // one lane. The preactivation a is stored as the cell's only gate, number 0. OPTIONS: the cell's options as one
-// integer, with the activation s; RNNCell<OPTIONS> (cell_rnn.metal) is the cell of one unit.
+// integer, with the activation s; RNNCell<OPTIONS> (cell_rnn.metal) is the cell of one unit. Parameters without a name
+// are for other cells.
 
-// How the one lane of a unit of a plain RNN computes a step; fused_lanes.metal lists the members. A parameter without a
-// name is one that only the lanes of other cells read.
+// How the one lane of a unit of a plain RNN computes a step; fused_lanes.metal lists the members.
 template <int OPTIONS>
 struct Lanes<RNNCell<OPTIONS>> {
   // LANES: the lanes of a unit. WRITER: the lane that writes h. FIRST: the gates of the step's product, one bit per

@@ -39,8 +39,8 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
 }
 
 // Store a lane's part of the COUNT values that an array has for one unit, step and item; the LANES lanes of a unit
-// share these values. values[j] is value number LANES * j + lane. at: the unit's position in an array with one value
-// per unit. lane: the lane's number in its unit.
+// share these values. values[j] is value number LANES * j + lane. An array of 0 values is absent, so `store` does
+// nothing. at: the unit's position in an array with one value per unit. lane: the lane's number in its unit.
 template <int COUNT, int LANES, int H, class Index, class A>
 void store_blocks(A array, Index at, int lane, int unit, thread const float* values) {
 #pragma clang loop unroll(full)
@@ -67,8 +67,7 @@ void sum_of_own_unit(thread float (&sums)[SIZE]) {
 
 // Layer normalisation. The kernels call the functions below for every cell. For a cell without a norm they do nothing:
 // the array norm_eps, from which own_norm_of_lane makes what a lane needs, is then `absent`, and each function has an
-// overload for the type Absent. fused_norm_own.metal has the overloads for the other cells, with the names of the
-// parameters.
+// overload for the type Absent. fused_norm_own.metal has the overloads for the other cells, with named parameters.
 
 // Without a norm (the array norm_eps is absent), return `absent` in place of what a lane needs for it. The other
 // parameters are those of the overload in fused_norm_own.metal.

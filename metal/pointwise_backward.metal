@@ -66,7 +66,8 @@ template <class Cell, int H, class Index, class Arrays>
 void use_first_states(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index item, int length, int unit,
     thread float (&before)[Cell::CARRIED + 1]) {
-  // In reverse an item's first step is at its own last time index, which depends on its length.
+  // In reverse an item's first step is at its own last time index, which depends on its length. A shorter item has
+  // ended at n = 0, where its results are not used.
   const bool last_index = is_present(a.lengths) && sweep.reverse && time_of(sweep, n) + 1 == length;
   if (n != 0 && !last_index) return;
   before[0] = value_at(a.h0, item, 0.0f);
@@ -133,10 +134,11 @@ float sum_of_unit(thread float (&sums)[UNITS]) {
 // Run the backward pass. A threadgroup computes ROWS items. If fewer are left, the last item is computed several times;
 // the repetitions are left out of the sum dw, which would count the item more than once. group: the threadgroup's
 // number along the batch, and the direction. index: the thread's number among `threads`. s: the lane's number in its
-// group; lane: in its unit. own: its unit; real: whether there is such a unit. ds: the gradients of the states from
-// later steps. now: the states after the step. back: the gradients of the states after the step, then of those before
-// it. w, dw: the parameters and their gradients. norm, of_norm: what a lane needs for layer normalisation
-// (fused_norm_own.metal). HALF: the vectors of a half of the double buffer.
+// group; lane: in its unit. own: its unit; real: whether there is such a unit (always if the units fill whole
+// simdgroups: then the compiler drops the comparison with H). ds: the gradients of the states from later steps. now:
+// the states after the step. back: the gradients of the states after the step, then of those before it. w, dw: the
+// parameters and their gradients. ND, V, U: the sizes of d, dw and du. norm, of_norm: what a lane needs for layer
+// normalisation (fused_norm_own.metal). HALF: the vectors of a half of the double buffer.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;

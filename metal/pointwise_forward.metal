@@ -83,10 +83,10 @@ void products_of_unit(
 // Run the forward pass. Past an item's end outputs are 0 and the states stay. They are selected, not multiplied,
 // because the new states may be NaN there. group: the threadgroup's number along the batch, and the direction. index:
 // the thread's number among `threads`. s: the lane's number in its group; lane: in its unit. own: its unit. real:
-// whether there is such a unit. writes: whether the lane is the one that writes the unit's states. HALF: the vectors of
-// a half of the double buffer. w: the parameters. norm: what a lane needs for layer normalisation
-// (fused_norm_own.metal). If fewer than ROWS items are left, the last one is computed several times, with the same
-// results.
+// whether there is such a unit (always if the units fill whole simdgroups: then the compiler drops the comparison with
+// H). writes: whether the lane is the one that writes the unit's states. HALF: the vectors of a half of the double
+// buffer. w: the parameters. norm: what a lane needs for layer normalisation (fused_norm_own.metal). If fewer than ROWS
+// items are left, the last one is computed several times, with the same results.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;

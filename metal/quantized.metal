@@ -39,8 +39,7 @@ Packed<BITS, GROUP, A, B> packed_weights(W words, A scales, B biases) { return {
 template <int BITS> constant constexpr int MANTISSA = BITS == 4 ? 1 : 3;
 template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256.0f;
 
-// Shift the bits to the left, or to the right if `left` is negative. (C++ does not define a shift by a negative
-// number.)
+// Shift the bits to the left, or to the right if `left` is negative. (C++ has no shift by a negative number.)
 inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
 
 // Convert two quantized weights at once: return two halves in one 32-bit word. `word` holds the BITS bits of one weight
@@ -103,8 +102,7 @@ inline float small_float(uint bits, int exponent, int mantissa) {
 
 // Return a scale as a float. If GROUP is 16, its 8 bits are a small float with 4 exponent bits and 3 mantissa bits. If
 // GROUP is 32, they are the exponent of a power of two, with the offset of a float, whose exponent begins at bit 23.
-// Exponent 0 means 2^-127, a denormal float with the bits 0x400000. Scales of mode affine are floats already (second
-// overload).
+// Exponent 0 means 2^-127, a denormal float with the bits 0x400000. Scales of mode affine are floats (second overload).
 template <int GROUP> float scale_of(uchar bits) {
   return GROUP == 16 ? small_float(bits, 4, 3) : as_type<float>(bits == 0 ? 0x400000u : uint(bits) << 23);
 }

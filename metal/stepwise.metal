@@ -41,8 +41,7 @@ inline Step step_of(int n, const constant int* sizes, uint direction) {
   return {n, t, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], int(direction), sizes[6], reverse};
 }
 
-// Return the position of batch item b at time index t in an array [T, B, D width], which has `width` numbers per
-// direction.
+// Return the position of batch item b at time index t in an array [T, B, D width].
 inline Index place(thread const Step& s, int t, int b, int width) {
   return ((Index(t) * s.B + b) * s.D + s.d) * width;
 }
@@ -141,8 +140,7 @@ void find_row(thread const Items<S>& x, int b, int, thread ItemsRow<const device
   row.values = x.first + b * x.pitch;
 }
 
-// Return the operand that consists of step s's direction of an array [B, D width]. pitch is the distance between two
-// batch items.
+// Return the operand that consists of step s's direction of an array [B, D width]. pitch: the distance of batch items.
 template <class S>
 Items<S> items_of(thread const Step& s, const device S* values, int width) {
   return {values + place(s, 0, 0, width), Index(s.D) * width};

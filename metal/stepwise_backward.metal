@@ -61,8 +61,8 @@ inline int next_step(thread const Step& s, int length) {
 
 // Let `row` point to the dz of batch item b in one segment: the product adds up its terms segment by segment. There are
 // three layouts:
-//   1 segment       all gates together; pitch: the numbers of an item and direction, which are more than K if a user's
-//                   cell stores gradients that no product reads
+//   1 segment       all gates together, or dh_t; pitch: the numbers of an item and direction, which are K, or more if
+//                   a user's cell stores gradients that no product reads
 //   2 segments      a GRU whose reset comes before the product: those of r and z. Its candidate has a product of its
 //                   own
 //   3 segments      a GRU whose reset comes after the product: one per gate, in the order of memory, so that only the
@@ -71,6 +71,7 @@ inline int next_step(thread const Step& s, int length) {
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
+  // 1 or 2 segments; an RNN has one gate, a GRU three
   if constexpr (Cell::SEGMENTS == 1 || Cell::SEGMENTS != Cell::GATES) {
     const int pitch = Cell::GRADIENTS == Cell::GATES ? s.K : Cell::GRADIENTS * x.H;
     row.dz = Cell::SEGMENTS == 1 ? x.dz + place(s, 0, b, pitch)
@@ -154,7 +155,8 @@ float gate_in_row(const device X* rows, R row, Index length, Index at) {
 }
 
 // Load into y what a unit saved in the forward step: its KEPT numbers (mostly the gates) from a.gates or, without this
-// array, from the row of the forward launch. There they lie behind the floats (c) and h; `behind` is this position.
+// array, from the row of the forward launch. There they lie behind the floats (c) and h; `behind` is this position. A
+// row has at least 8 elements (pad_row).
 template <class Cell, class S, class Arrays>
 void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thread float (&y)[SIZE_FOR<Cell::KEPT>]) {
   constexpr int KEPT = Cell::KEPT;
@@ -294,10 +296,10 @@ void stepwise_backward(
 // Compute dh_t [B, D P], the gradient of h_t, from the dz that the launch before wrote. s.H is P here, the width of h;
 // H is the number of units, K / PRODUCT_GATES, where PRODUCT_GATES is the number of gates with a part in this product.
 // A cell with a projection launches this kernel at every step. All cells launch it once more after the backward steps,
-// with step number n = -1 and without dh: dh_t is then dh0. The first launch of a pass (n + 1 = T) has no dz before it,
-// so it computes no product, and dh_sum takes dhT instead. If the cell also reads h outside the product (PASSES_H, a
-// GRU), the carry of h is added. The result is 0 past an item's end, and where `unclipped` [T, B, D P] is 0: there a
-// clip changed the projected h and stops its gradient.
+// with step number n = -1: dh_t is then dh0. It has neither dh nor `unclipped`, because t is no time index. Only this
+// launch adds the carry of h, if the cell also reads h outside the product (PASSES_H, a GRU). The first launch of a
+// pass (n + 1 = T) has no dz before it, so it computes no product, and dh_sum takes dhT instead. The result is 0 past
+// an item's end, and where `unclipped` [T, B, D P] is 0: there a clip changed the projected h and stops its gradient.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_dh(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

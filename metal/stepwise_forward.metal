@@ -169,7 +169,7 @@ void stepwise_forward(
 // Compute h [B, D P] = m Wp^T of one step, with a projection Wp [D, P, H], in an additional launch of each step. Here
 // s.H is P, the columns of the product, and s.K is the number of units. m is read from a.before, the row of the step's
 // first launch, behind its B D H floats of c (carried). Wp is one block of weights (OneBlock) from column 0 on; each
-// sum is added up in 1 segment. If a.numbers is present, h is clipped to numbers[2].
+// sum is added up in 1 segment. The launch has a.numbers only if h is clipped, to +-numbers[2].
 template <class Product, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -4,29 +4,29 @@
 //   forward   stepwise_norm_product: recurrent products      stepwise_norm_forward: norms and cell
 //   backward  stepwise_norm_dh: dh_t, the gradient of h      stepwise_norm_backward: gradients in cell and norms
 // A projection adds a launch. In the second launch a threadgroup has one batch item, and its thread n the units n, n +
-// 256, ...; it loops over them for the sums of each norm, then for the results. Each loop computes a unit again: a
-// thread's units may not fit in its registers.
+// 256, ...; it loops over them for the sums of each norm, then for the results. Each loop computes all units again, as
+// registers may not hold them.
 //
 //   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
 //   row       the array that a launch writes: floats, then numbers of dtype S (a.after). a.before: the previous step's
 //   carry     backward: the gradient of c (LSTM), or of h without the part through the product (GRU)
 //   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
-//   place(s, t, b, width)   position of item b at time t in an array [T, B, D width]; if it has no T, t is 0
-//   b, j      batch item, unit; live: the item has not ended at this step; starts: it is the item's first step
+//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
+//   b, j      batch item, unit; live: the item has not ended; starts: this is its first step
 //   Cell      the cell's struct (cell.metal): GATES; block(gate), a gate's place on the gate axis; CARRIED, how many
-//             states besides h; CARRIES<Cell>, how many carries; KEPT, how many numbers a unit saves (gates)
+//             states besides h; CARRIES<Cell>, how many carries; KEPT, saved numbers (gates)
 //   Norm<Cell>   norm.metal: OF, what is normalised; IS_SUM, with the input's part z; IS_EACH, each gate alone; GROUPS,
 //                how many norms the gates have; HAS_C, c too; IN_STATE, the next step gets the normalised c
-//   Product   the product of a threadgroup's ROWS items and COLUMNS columns (stepwise.metal), into own.sums; own: its
-//             part
+//   Product   a threadgroup's product of ROWS items and COLUMNS columns (stepwise.metal), into own.sums; own: its part.
+//             The second launches do not use it
 //   group     the threadgroup's number: along columns, batch items, directions
 //
-// Arrays (G gates, R norms; stepwise_forward.metal and stepwise_backward.metal list the others):
+// Arrays (G gates, R norms; the others: stepwise_forward.metal, stepwise_backward.metal):
 //   product   [B, D G H] float: the row of stepwise_norm_product
 //   dh_now    the row with dh_t, or with a projection dh_t Wp
 //   norm_y, norm_c_y   [T, B, D G H], [T, B, D H]: y of gates and of c
-//   norm_r    [T, B, D R]: 1 / sqrt(variance + eps); that of c is last
-//   norm_c    [2, D, H]: scale and shift for c
+//   norm_r    [T, B, D R]: 1 / sqrt(variance + eps); last that of c
+//   norm_c    [2, D, H]: norm_c_scale, norm_c_shift, joined for the backward pass
 
 // The threads of a threadgroup that computes all units of one batch item, and its simdgroups (groups of 32 threads that
 // run together).
@@ -182,7 +182,7 @@ float normed_output(
 // does (stepwise_forward.metal): c as float, h, and if SAVES the gates, for a backward pass. The first loop collects
 // the moments of the gates' norms, the second one those of c, the third one computes and writes the results. Each norm
 // has its own part of `sums`, so one barrier per norm is enough. All threads of a threadgroup have the same batch item,
-// so all or none reach a barrier. starts, live: see the head of this file.
+// so all or none reach a barrier.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_norm_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -360,10 +360,11 @@ void unit_gradients(
   }
 }
 
-// The second launch of a backward step. The first loop over the units computes the two sums for the norm of c, the
-// second loop those for the norms of the gates: of[2 n] is the sum of g, and of[2 n + 1] that of g y, over the numbers
-// of norm n. g is the gradient of the norm's result times its scale (`scaled`). Each norm has its own part of `sums`.
-// The third loop computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps), and writes `after`:
+// The second launch of a backward step. The first loop over the units adds up the two sums for the norm of c, in of[0]
+// and of[1], which are free until the second loop, because unit_gradients takes c_sums as a constant. The second loop
+// computes those for the norms of the gates: of[2 n] is the sum of g, and of[2 n + 1] that of g y, over the numbers of
+// norm n. g is the gradient of the norm's result times its scale (`scaled`). Each norm has its own part of `sums`. The
+// third loop computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps), and writes `after`:
 //   [B, D H]    float: the carry, which the launch of the step before reads
 //   [B, D H]    float, with `keep` only: the carry before its multiplication by keep
 //   [B, D G H]  the gradients of the recurrent products
@@ -445,9 +446,11 @@ void stepwise_norm_backward(
 }
 
 // After the last step, copy COUNT blocks of H numbers from the rows of a backward pass into `sequence` [T, B, D COUNT
-// width], whose type is A; write 0 past an item's end.
-//   rows    all rows of the pass, with elements of type X; row_of (stepwise_rows.metal) finds one of them. The backward
-//           pass runs from the last step to the first, so step n has row T - 1 - n
+// width], whose type is A; write 0 past an item's end. They are those that only a cell with norms has;
+// stepwise_gradients copies the others.
+//   rows    all rows of the pass, with elements of type X, in several arrays; a.starts: the number of the first row of
+//           each. row_of (stepwise_rows.metal) finds a row. The backward pass runs from the last step to the first, so
+//           step n has row T - 1 - n
 //   kind    [0] the elements of a row; [1] width, the number of units; [2] the number of the first row
 //   FLOATS, FIRST   how many floats of a unit, then how many numbers of dtype S, lie before the blocks
 // Thread (k, n, d) copies the numbers of unit k % width of item k / width, at step n in direction d.

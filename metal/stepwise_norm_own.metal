@@ -63,7 +63,8 @@ void own_gradients(
 // Compute the gradients of a step and write the row `after`. The first loop adds up of[2 n] and of[2 n + 1]: for norm n
 // the sums over all its numbers of g and of g y, where g is the gradient of the norm's result times its scale
 // (`scaled`). The second loop computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps). An item
-// that has ended copies its gradients of products from `before`, and 0 in the first launch (`begins`).
+// that has ended copies its gradients of products from `before`, and 0 in the first launch (`begins`). Product, which
+// all kernels of a step have, is not used.
 //   units       the numbers of one block in a row, B D H
 //   start       where the numbers of dtype S begin in a row, behind the floats
 //   params_at   where the gradients of the parameters begin

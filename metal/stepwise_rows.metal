@@ -57,8 +57,8 @@ struct Rows {
 
 // Return a pointer to row number m of one kind. starts[n] is the number of the first row in piece n, counted over the
 // rows of all kinds; kind[2] is the number of this kind's first row, kind[0] the elements of a row. The loop finds the
-// last piece that begins at row m or before. It has no early exit, so that the compiler can unroll it and keep the
-// pieces in registers.
+// last piece that begins at row m or before. Repeated pieces begin behind the last row, so it finds none of them. It
+// has no early exit, so that the compiler can unroll it and keep the pieces in registers.
 template <class X>
 const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
   const device X* piece = rows.pieces[0];
@@ -106,7 +106,8 @@ void stepwise_outputs(
 }
 
 // Copy the results of a backward pass from its rows; stepwise_backward.metal has the order of a row's blocks. The
-// template parameters are members of the cell's struct (cell.metal), the letters count numbers per unit:
+// template parameters are members of the cell's struct (cell.metal), but CANDIDATE and RESET are for d_out only, and 0
+// without it; the letters count numbers per unit:
 //   dz      [T, B, D M width], M = GRADIENTS: the gradients of the preactivations; 0 past an item's end
 //   du      [T, B, D U width], U = INPUTS: the gradients of a user's cell's inputs; 0 past an item's end
 //   d_out   the gradient of a GRU's recurrent products: dz, but the candidate's block (number CANDIDATE on the gate

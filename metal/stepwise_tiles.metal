@@ -6,8 +6,7 @@
 // A threadgroup computes ROWS batch items from b0 on, and UNITS units from j0 on of each gate from FIRST on (COLUMNS
 // columns). Simdgroup s (32 lanes) computes the columns 8 s ... 8 s + 7. The K terms are added in turns of TURN = 128.
 // In a turn the threads first copy 128 numbers of x of all items, as float, into a "tile" in threadgroup memory,
-// because all simdgroups read them. A weight is used by one simdgroup only: lanes read their weights from device
-// memory.
+// because all simdgroups read them. A weight is used by one simdgroup only: lanes read weights from device memory.
 //
 //   slice    if there are few columns, SLICES simdgroups share eight columns, so that more threads are at work; each
 //            multiplies a part of every turn. The results are sums [SLICES, ROWS, COLUMNS]; then those of the other
@@ -102,9 +101,9 @@ void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
 }
 
 // Copy the last `left` < 128 numbers of each row of x into the tile, and zeros behind them, up to number `end` rounded
-// up to a multiple of 32. A lane copies the numbers lane, lane + 32, ... of a row. The pointers in `rows`, which
-// copy_turn uses, are at number 4 lane instead: so 3 lane is subtracted from the index. COUNT, STEP, OWN, first, own:
-// as in copy_turn, but own counts floats.
+// up to a multiple of 32. The caller gives TURN as `end` if the weights multiply a whole turn (quantized weights), else
+// `left`. A lane copies the numbers lane, lane + 32, ... of a row. The pointers in `rows`, which copy_turn uses, are at
+// number 4 lane instead: so 3 lane is subtracted from the index. The others are as in copy_turn, but own counts floats.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int end, threadgroup float* own) {
   for (int part = 0; part < end; part += 32) {
@@ -160,8 +159,7 @@ void multiply_turn(
 }
 
 // Multiply what remains of K after the whole turns: `left` < 128 terms. Weights past the end are replaced by 0, because
-// in memory the next row of weights follows there. place: the lane's row in an 8 x 8 matrix. Template argument 4 is
-// SPAN.
+// in memory the next row of weights follows there. place: the lane's row in an 8 x 8 matrix. 4 is SPAN.
 template <int ROWS, class S, int SLICES>
 void multiply_rest(
     thread LaneColumns<const device S*, SLICES>& own, int left, int place, int slice,

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import keras
+import mlx.core as mx
 import numpy as np
 
-from mlx_lstm import convert, torch
+from mlx_lstm import convert, nn, torch
 
 T, B, I, H = 5, 3, 6, 4
 layers = keras.layers
@@ -72,8 +73,14 @@ def there_and_back():
             np.testing.assert_array_equal(one, other)
     odd = layers.LSTM(3, activation="gelu", name="odd")
     odd.build((B, T, I))
+    backwards, forwards = (layers.GRU(I, return_sequences=True, go_backwards=way) for way in (True, False))
+    x = np.random.default_rng(1).normal(0, 0.5, (B, T, I)).astype("float32")
+    theirs = forwards(backwards(x))  # the outputs of both are in the reverse order
+    h = nn.from_weights(convert.from_keras(backwards, forwards))(mx.array(x))[0]
+    np.testing.assert_allclose(np.array(h)[:, ::-1], np.asarray(theirs), atol=1e-6)
     said = [repr(ours)]
-    for wrong in ([], [layers.Dense(3)], [layers.LSTM(3, name="new")], [stack[0], stack[0]], [odd]):
+    wrongs = [[], [layers.Dense(3)], [layers.LSTM(3, name="new")], [stack[0], stack[0]], [odd], [backwards] * 2]
+    for wrong in wrongs:
         try:
             convert.from_keras(*wrong)
         except ValueError as error:

@@ -571,6 +571,7 @@ def test_what_a_format_cannot_hold():
         (PROJECTED["projected"], convert.to_mlx, "a projection"),
         (PROJECTED["projected"], convert.to_keras, "a projection"),
         (PROJECTED["projected"], convert.to_mpsgraph, "a projection"),
+        (weights_of(LSTMCell(), layers=2, reverse=True), convert.to_keras, "one layer with reverse.*but got 2 layers"),
         (TF, convert.to_onnx, "cell_clip"),
         (TF, convert.to_mpsgraph, "cell_clip"),
         (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_torch, "projection_clip"),
@@ -989,6 +990,22 @@ def test_a_quantized_layer_is_refused():
         convert.from_torch(layer)
 
 
+def test_keras_layers_after_one_with_go_backwards_run_in_reverse(tmp_path, capsys):
+    """Such a layer of Keras returns its outputs in the reverse order. So the next layer reads them from the end to the
+    start, or forward if it has go_backwards, too. That is no stack of one direction."""
+    needs("h5py")
+    whole = weights_of(LSTMCell(), layers=2, biases="x", reverse=True)
+    first, second = whole.each()
+    path, target = tmp_path / "model.keras", tmp_path / "stack.npz"
+    convert.write(path, {"a": first, "b": second._replace(reverse=False)})
+    assert main([str(path), str(target), "--stack", "a,b", "--to", "ops"]) == 0
+    assert_same(whole, convert.read(target).layers["a"])
+    capsys.readouterr()
+    convert.write(path, {"a": first, "b": second}, force=True)
+    said = refusal(capsys, path, tmp_path / "other.npz", "--stack", "a,b", "--to", "ops")
+    assert "[--stack] go_backwards must be False after the first layer but got True for layer 1" in said
+
+
 def test_layers_of_keras(keras):
     """Keras layers that the child process converts become the right layer of ours. Unsupported Keras layers raise
     clear errors."""
@@ -997,7 +1014,8 @@ def test_layers_of_keras(keras):
     expected = ["layers must be at least one", "must be LSTM, GRU, SimpleRNN or Bidirectional of Keras but got Dense"]
     expected += ["layers must be built but got new", "Wx of layer 1, direction 0, must have shape [12, 8]"]
     expected += ["activation of odd must be one of linear, relu, tanh, sigmoid, hard_sigmoid but got 'gelu'"]
-    assert len(said) == 6
+    expected += ["go_backwards must be False after the first layer but got True for layer 1"]
+    assert len(said) == 7
     for text, what in zip(said[1:], expected, strict=True):
         assert text.startswith("[from_keras] ") and what in text
 

@@ -21,6 +21,7 @@ from ..ground.checks import fail
 from ..ground.machine import VERSION, run_command
 from ._files import Model, ending_of, read, replace, some, title, write, write_to
 from ._keys import STYLES, WAYS
+from .keras import stack as stack_of_keras
 from .weights import describe, differences, stacked
 
 LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
@@ -130,9 +131,12 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
             raise ValueError(f"no recurrent layer is called {name!r}; there are {some(map(title, layers))}")
         if wanted.count(name) > 1:
             fail("convert", "--stack must name each layer once", f"{name!r} twice")
+    # In a Keras file the outputs of a layer with go_backwards are in the reverse order.
+    is_keras = ending_of(options.source) in (".keras", ".h5", ".weights.h5")
+    join = stack_of_keras if is_keras else stacked
     for names in options.stack or []:  # such as "lstm,lstm_1": lstm_1 reads the output of lstm
         first, *others = names.split(",")
-        layers[first] = stacked("--stack", [layers[name] for name in (first, *others)])  # "[--stack] ..." in errors
+        layers[first] = join("--stack", [layers[name] for name in (first, *others)])  # "[--stack] ..." in errors
         keys[first] = [key for name in (first, *others) for key in keys[name]]
         for name in others:
             del layers[name]

@@ -62,13 +62,15 @@ def from_keras(*layers: Any) -> Weights:
 
     Args:
         layers: built layers of Keras 3, all of one kind; each reads the output of the layer before. The package `keras`
-            is not imported.
+            is not imported. If the first layer has go_backwards, all layers run in reverse: Keras passes the outputs
+            of such a layer on in the reverse order. So a later layer must not have go_backwards.
 
     Returns:
         Weights: in the dtypes of the layers; the two biases of a GRU stay separate.
 
     Raises:
-        ValueError: a layer of another class, an activation that this package lacks, or layers whose sizes do not fit.
+        ValueError: a layer of another class, an activation that this package lacks, layers whose sizes do not fit, or a
+            later layer with go_backwards.
     """
     op = "from_keras"
     if not layers:
@@ -86,10 +88,23 @@ def from_keras(*layers: Any) -> Weights:
         count = len(arrays) // directions  # the arrays of one direction; those of the forward direction come first
         if not count:
             fail(op, "layers must be built", f"{layer.name} without weights")
-        parts.append(
-            from_arrays(op, [arrays[way * count : (way + 1) * count] for way in range(directions)], config, layer.name)
-        )
-    return stacked(op, parts)  # one stack of all layers
+        ways = [arrays[way * count : (way + 1) * count] for way in range(directions)]
+        parts.append(from_arrays(op, ways, config, layer.name))
+    return stack(op, parts)
+
+
+def stack(op: str, parts: Sequence[Weights]) -> Weights:
+    """Join the `Weights` of several Keras layers, each of which reads the output of the layer before. In `parts`,
+    reverse means that the layer has go_backwards.
+
+    Keras returns the outputs of a layer with go_backwards in the order in which it computes them, from the last step to
+    the first. So the layer that reads them runs in reverse, too, unless it has go_backwards itself.
+    """
+    first, *others = parts
+    for n, part in enumerate(others, 1):
+        if part.reverse:
+            fail(op, "go_backwards must be False after the first layer", f"True for layer {n}")
+    return stacked(op, [first, *(part._replace(reverse=first.reverse and part.directions == 1) for part in others)])
 
 
 def from_arrays(
@@ -246,9 +261,13 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
     single bias becomes the first. In all other cells two biases become their sum.
 
     Raises:
-        ValueError: Keras' layers have no place for an option of the cell.
+        ValueError: Keras' layers have no place for an option of the cell, or several layers run in reverse.
     """
     weights = as_stored("to_keras", weights, FORMAT)  # refuses options that no layer of Keras holds
+    if weights.reverse and len(weights.layers) > 1:
+        # A layer with go_backwards returns its outputs in the reverse order, so a second one would run forward.
+        rule = "weights must have one layer with reverse: convert those of weights.each(), and in Keras set"
+        fail("to_keras", f"{rule} go_backwards for the first layer only,", f"{len(weights.layers)} layers")
     check_cell("to_keras", weights)
     cell, use_bias = weights.cell, weights.has_bias
     # way: the arrays of one direction of a layer.
