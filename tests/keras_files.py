@@ -78,8 +78,14 @@ def there_and_back():
     theirs = forwards(backwards(x))  # the outputs of both are in the reverse order
     h = nn.from_weights(convert.from_keras(backwards, forwards))(mx.array(x))[0]
     np.testing.assert_allclose(np.array(h)[:, ::-1], np.asarray(theirs), atol=1e-6)
+    rnn = [layers.RNN(layers.LSTMCell(H, activation=act), go_backwards=act == "relu") for act in ("tanh", "relu")]
+    unlike = layers.Bidirectional(rnn[0], backward_layer=rnn[1], name="both")
+    leaky = layers.LSTM(3, activation=layers.LeakyReLU(), name="leaky")
+    for layer in (unlike, leaky):
+        layer.build((B, T, I))
     said = [repr(ours)]
     wrongs = [[], [layers.Dense(3)], [layers.LSTM(3, name="new")], [stack[0], stack[0]], [odd], [backwards] * 2]
+    wrongs += [[unlike], [leaky]]
     for wrong in wrongs:
         try:
             convert.from_keras(*wrong)

@@ -1015,12 +1015,24 @@ def test_layers_of_keras(keras):
     expected += ["layers must be built but got new", "Wx of layer 1, direction 0, must have shape [12, 8]"]
     expected += ["activation of odd must be one of linear, relu, tanh, sigmoid, hard_sigmoid but got 'gelu'"]
     expected += ["go_backwards must be False after the first layer but got True for layer 1"]
-    assert len(said) == 7
+    expected += ["both directions of both must have the same options but got different ones"]
+    expected += ["activation of leaky must be one of linear, relu, tanh, sigmoid, hard_sigmoid but got 'LeakyReLU'"]
+    assert len(said) == 9
     for text, what in zip(said[1:], expected, strict=True):
         assert text.startswith("[from_keras] ") and what in text
 
 
-def test_a_file_of_keras_2(tmp_path):
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ("forward_lstm/lstm_cell", "backward_lstm/lstm_cell"),
+        ("forward_lstm/lstm_cell_1", "backward_lstm/lstm_cell_2"),  # as TensorFlow 2 numbers the cells
+        ("forward_lstm/lstm_cell_1", "backward_lstm_5/lstm_cell_2"),  # with a backward_layer of the user
+        ("forward_lstm/lstm_cell", "past/lstm_cell"),
+    ],
+    ids=["one name", "numbered", "backward_layer", "named"],
+)
+def test_a_file_of_keras_2(ways, tmp_path):
     """A file of Keras 2 is read correctly. Unlike in Keras 3, array names end in :0, the root group lists the
     layers, and hard_sigmoid has another slope."""
     h5py = pytest.importorskip("h5py")
@@ -1037,8 +1049,8 @@ def test_a_file_of_keras_2(tmp_path):
         root = file.create_group("model_weights")
         root.attrs["layer_names"] = [b"bidirectional_1"]
         group = root.create_group("bidirectional_1")
-        names = [f"bidirectional_1/{way}_lstm/lstm_cell/{word}:0" for way in ("forward", "backward")
-                 for word in ("kernel", "recurrent_kernel", "bias")]  # fmt: skip
+        words = ("kernel", "recurrent_kernel", "bias")
+        names = [f"bidirectional_1/{way}/{word}:0" for way in ways for word in words]
         for name in names:
             group[name] = next(arrays)
         group.attrs["weight_names"] = [name.encode() for name in names]
@@ -1446,7 +1458,9 @@ def test_a_bidirectional_layer_of_a_keras_file_called_as_its_forward_layer():
     from mlx_lstm.convert._keras_file import names_in_legacy
 
     groups = [f"forward_x//sequential/forward_x/{way}_x/lstm_cell" for way in ("forward", "backward")]
-    found = names_in_legacy({f"{group}/{name}": None for group in groups for name in ("kernel", "recurrent_kernel")})
+    found = names_in_legacy(
+        {f"{group}/{name}": None for group in groups for name in ("kernel", "recurrent_kernel")}, []
+    )
     assert [(each.name, each.way) for each in found] == [("forward_x", "forward"), ("forward_x", "backward")]
 
 

@@ -413,6 +413,7 @@ def test_the_layer_runs_its_cell():
     assert free(x)[0].shape == (2, 5, 4)
 
 
+BOTH = {"bidirectional": True, "state": (mx.zeros((2, 6)),)}
 REFUSED = {
     "state must be a tuple or list": {"state": 3},
     "state must have at least one": {"state": ()},
@@ -422,6 +423,7 @@ REFUSED = {
     r"inputs must be a tuple or list": {"inputs": mx.zeros((4, 2, 3))},
     r"params\[0\] must have shape \[3\]": {"params": (mx.zeros(4),)},
     "Wx must have G H rows": {"Wx": mx.zeros((4, 2))},
+    "Wx must have 2 G H rows with H = 3": BOTH | {"Wx": mx.zeros((8, 2))},
     "Wx must have shape": {"Wx": mx.zeros((6, 5))},
     "Wh must have shape": {"Wh": mx.zeros((6, 4))},
     "b must have shape": {"b": mx.zeros(5)},

@@ -78,6 +78,24 @@ def test_the_results_are_those_without_chunks(name, every):
             np.testing.assert_allclose(np.array(got[key]), np.array(value), rtol=0, atol=1e-5, err_msg=key)
 
 
+@pytest.mark.parametrize("output", [(), {}])
+def test_outputs_without_arrays(output):
+    """A step may return no output: then the loss reads the last state alone. Chunks do not change its gradient."""
+
+    def step(x, h):
+        return output, mx.tanh(x + 0.5 * h)
+
+    def loss(x, every):
+        outputs, last = recurrent(step, x, mx.zeros((B, H)), checkpoint_every=every)
+        assert outputs == output
+        return last.sum()
+
+    x = mx.random.uniform(shape=(T, B, H), key=mx.random.key(1))
+    expected, got = (np.array(mx.grad(lambda x, every=every: loss(x, every))(x)) for every in (None, 2))
+    assert expected.any()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+
+
 def leaky(x, h, parameters):
     h = mx.tanh(x + h @ parameters["W"].T + parameters["more"][0]) * 0.5 + h * h * 0.1
     return h * h, h

@@ -242,8 +242,8 @@ def test_what_is_refused(word):
         ("hold", ~mx.zeros((T, B), mx.int32), "hold of integers must be 0 and 1 (for ~ use a bool array)"),
         ("hold", [[-2] * B] * T, "hold of integers must be 0 and 1 (for ~ use a bool array)"),
         ("hold", True, "hold must be an mlx.core.array but got bool."),
-        ("hold", [[1, 0], [1]], "hold must be bool or integers, each row of as many, but got [[1, 0], [1]]."),
-        ("hold", [["no"]], "hold must be bool or integers, each row of as many, but got [['no']]."),
+        ("hold", [[1, 0], [1]], "hold must be bool or integers, in rows of equal length, but got [[1, 0], [1]]."),
+        ("hold", [["no"]], "hold must be bool or integers, in rows of equal length, but got [['no']]."),
     ]:
         with pytest.raises(ValueError) as error:
             getattr(recurrence, word)(**arrays, **{name: value})

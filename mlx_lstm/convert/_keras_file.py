@@ -88,7 +88,7 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
         version = [*contents.texts("/", "keras_version"), *contents.texts(root, "keras_version"), VERSION][0]
         arrays = by_layer(contents, "" if root == "/" else f"{root}/", layers)
         slope = "x/5" if version.startswith(("1", "2")) else "x/6"  # of hard_sigmoid, which Keras 3 changed
-        found = gathered(arrays, names_in_legacy(arrays), {each.name: each for each in known}, slope, only)
+        found = gathered(arrays, names_in_legacy(arrays, known), {each.name: each for each in known}, slope, only)
     else:
         if not contents.arrays:
             raise ValueError("it must hold a model of Keras, or its weights, but got no arrays")
@@ -227,27 +227,34 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
     return directions
 
 
-def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
+def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direction]:
     """Find the layers of an `.h5` file; return one `Direction` for each direction of each layer. A direction has an
     array `recurrent_kernel`, and the other arrays in the same group of the file belong to it. arrays: by keys
-    "layer//array", such as "encoder//encoder/lstm_cell/kernel"."""
+    "layer//array", such as "encoder//encoder/lstm_cell/kernel". known: the layers of the configuration."""
     directions: list[Direction] = []
-    parents = dict.fromkeys(key.rpartition("/")[0] for key in arrays)  # the groups of the arrays, each once
     taken: set[tuple[str, str]] = set()  # the (name, way) of all directions so far
-    for parent in parents:
+    # paths: for each group of arrays, such as "encoder//encoder/lstm_cell", the names of the models and layers in it. A
+    # cell's name at the end is left out: its number may differ between the two directions.
+    paths: dict[str, list[str]] = {}
+    for parent in dict.fromkeys(key.rpartition("/")[0] for key in arrays):
+        if f"{parent}/recurrent_kernel" in arrays:
+            layer, _, inner = parent.partition("//")
+            parts = [part for part in inner.split("/") if part]
+            paths[parent] = [layer, *(parts[:-1] if len(parts) > 1 and "cell" in parts[-1] else parts)]
+    inside: dict[tuple[str, ...], dict[str, None]] = {}  # the names inside each model or layer, each once
+    for path in paths.values():
+        inside.setdefault(tuple(path[:-1]), {})[path[-1]] = None
+    both = {each.own for each in known if each.config["class_name"] == "Bidirectional"}
+    for parent, (layer, *parts) in paths.items():
         keys = [f"{parent}/{name}" for name in NAMES if f"{parent}/{name}" in arrays]
-        if f"{parent}/recurrent_kernel" not in keys:
-            continue
-        # The group of a layer's arrays, such as "encoder//encoder/lstm_cell". Its last part may be the cell, the part
-        # before that the direction; what is left are the names of models and layers.
-        layer, _, inner = parent.partition("//")
-        parts = [part for part in inner.split("/") if part]
-        cell = f"/{parts.pop()}" if len(parts) > 1 and "cell" in parts[-1] else ""
-        way = ""
+        inner, way = parent.partition("//")[2], ""
+        names = inside[(layer, *parts)[:-1]]
+        if parts and len(names) == 2 and (layer, *parts)[-2] in both:  # the forward layer is first, under any name
+            way = ("forward", "backward")[list(names).index(parts.pop())]
         # "forward_" may also begin the name of a layer. It is a direction if the group of the other one is there, too.
-        if parts and (match := re.match(r"(forward|backward)_", parts[-1])):
+        elif parts and (match := re.match(r"(forward|backward)_", parts[-1])):
             other = {"forward": "backward", "backward": "forward"}[match[1]] + parts[-1][match.end() - 1 :]
-            if parent.removesuffix(parts[-1] + cell) + other + cell in parents:
+            if other in names:
                 parts.pop()
                 way = match[1]
         # Keras repeats the layer's name in the path. "model//model/lstm" is layer lstm of a model; "lstm//model/lstm"

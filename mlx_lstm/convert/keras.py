@@ -171,7 +171,9 @@ def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         forward, backward = inner["layer"], inner.get("backward_layer") or inner["layer"]
         # Other options, such as units, show in the shapes of the arrays.
         keys = ("activation", "recurrent_activation", "reset_after")
-        if [forward["config"].get(key) for key in keys] != [backward["config"].get(key) for key in keys]:
+        # cells: the configurations with the cells' options, which an RNN has one level deeper.
+        cells = [wrapped(op, each, name)["config"] for each in (forward, backward)]
+        if [cells[0].get(key) for key in keys] != [cells[1].get(key) for key in keys]:
             fail(op, f"both directions of {name} must have the same options", "different ones")
         if forward["config"].get("go_backwards"):
             fail(op, f"the first direction of {name} must go forward", "go_backwards=True")
@@ -193,7 +195,8 @@ def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) ->
     # Keras' activation if the configuration lacks the key.
     def activation(key: str, default: str) -> str:
         word = config["config"].get(key, default)
-        word = word.get("config", word.get("class_name")) if isinstance(word, Mapping) else word
+        if isinstance(word, Mapping):  # "config" is the name of a function, or the options of a layer of activations
+            word = word["config"] if isinstance(word.get("config"), str) else word.get("class_name")
         if word not in words:
             fail(op, f"{key} of {name} must be one of {', '.join(words)}", repr(word))
         return words[word]

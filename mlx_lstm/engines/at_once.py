@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import choice
-from .numpy.sweep import MLX_ALLOCATES, view
+from .numpy.sweep import LARGE_SIZE, view
 from .numpy.weights import cached
 from .tracing import is_transforming
 
@@ -23,7 +23,7 @@ def computes_now(engine: str | None) -> bool:
     """Return whether NumPy may compute the small operations before and after a recurrence on this engine. There are two
     conditions. First, the engine itself computes with NumPy on the CPU, so that its results exist when the call
     returns. Second, MLX is not transforming a function: to differentiate or compile a function, MLX must see all its
-    operations. engine: a name, or None for the best engine."""
+    operations. engine: a name, or None for the best engine, which under these two conditions is `numpy`."""
     # `engine` may still have a wrong type, for which a later check raises an error. So isinstance comes before the
     # comparison.
     on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")
@@ -38,11 +38,12 @@ def by_mlx(function: Run, *arrays: mx.array) -> Any:
 def by_numpy(function: Run, *arrays: mx.array) -> Any:
     """Return function(*arrays). NumPy computes the function on views of the arrays if these are small and all have the
     dtype float32 or all float64; otherwise MLX computes it. The function must accept both kinds of arrays."""
+    # NumPy has no bfloat16 and is slow in float16. As `to_mlx` gives all results one dtype, mixed ones are for MLX.
     dtypes, dtype = [array.dtype for array in arrays], arrays[0].dtype
     if dtypes.count(dtype) < len(dtypes) or dtype not in (mx.float32, mx.float64):
         return function(*arrays)
-    # MLX_ALLOCATES: from so many elements on, to copy the results to MLX takes longer than to wait for MLX's threads.
-    if sum([array.size for array in arrays]) >= MLX_ALLOCATES:
+    # With so many elements, to copy the results to MLX takes longer than to wait for MLX's threads.
+    if sum([array.size for array in arrays]) >= LARGE_SIZE:
         return function(*arrays)
     mx.eval(arrays)
     with np.errstate(all="ignore"):  # infinity and NaN go through without NumPy's warnings, as in MLX

@@ -85,7 +85,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     elif engine == "ops" and is_plain_step(problem):
         outputs = graph_of_step(problem, arrays if dtype not in HALVES else for_engine(engine, arrays))
     else:
-        if arrays["x"].ndim == 2:  # a single step [B, I]
+        if arrays["x"].ndim == 2:  # a single step [B, I]; `batch_first` is then false
             arrays = arrays | {"x": arrays["x"][None]}
         # `divided` returns None if chunks have no benefit for this call.
         chunked = None if problem.chunks is None else divided(problem, arrays, engine, ENGINE_MODULES[engine])
@@ -161,9 +161,8 @@ def with_gradient(problem: Problem, arrays: Arrays) -> list[str]:
 def differentiable(
     problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, refusal: Refusal | None
 ) -> Arrays:
-    """Return the engine's outputs by name. Their gradient is the engine's backward pass. chunked: runs the engine in
-    chunks of time, or None. refusal: returns a reason if that backward pass must not run; then `ops` computes the
-    gradient.
+    """Return the engine's outputs by name. Their gradient is the engine's backward pass. refusal: returns a reason if
+    that backward pass must not run; then `ops` computes the gradient.
 
     A custom function of MLX must get every array as an argument. MLX treats any other array that the function reads
     as a constant: MLX does not map it, and its gradient is 0.
@@ -259,9 +258,10 @@ def forward_mode(
 def has_plain_gradient(problem: Problem) -> bool:
     """Return whether MLX's own gradient of the graph of engine `ops` is used, without a custom function.
 
-    It is used for a cell that the user wrote, and for a single step of any other cell, where a custom function would
-    cost twice as much. It is not used for quantized weights, nor for options whose masked or infinite values would make
-    MLX's gradient NaN: lengths, and activations whose result may be infinite (`UNBOUNDED`).
+    It is used for a cell that the user wrote: `ops` has no other gradient for it, and keeps the values past an item's
+    end out of it. It is also used for a single step of any other cell, where a custom function would cost twice as
+    much. Such a step must not have quantized weights, nor options whose masked or infinite values would make MLX's
+    gradient NaN: lengths, and activations whose result may be infinite (`UNBOUNDED`).
     """
     cell = problem.cell
     if isinstance(cell, PointwiseCell):
@@ -283,8 +283,8 @@ def is_rnn_step(problem: Problem) -> bool:
     much memory with `ops`. A norm of the input's product is excluded, because `ops` does not compute it.
 
     The gradients of `ops` are a graph, which MLX evaluates after the transformation; it frees each array after its last
-    use. `numpy` would evaluate all arrays during the transformation, while MLX keeps them. A plain RNN saves so few
-    arrays for its gradient that these would be most of the memory. With more batch items `numpy` is much faster.
+    use. `numpy` would evaluate the gradients during the transformation, which keeps them until its end. A plain RNN
+    saves only h for them, so these gradients would be most of the memory. With more batch items `numpy` is much faster.
     """
     is_small = problem.T == 1 and problem.B < problem.H and problem.cell.op == "rnn"
     return is_small and not normalises_input(problem.cell)
@@ -297,15 +297,16 @@ def tapped(
     cotangent. If MLX asks for a gradient through the tap, the tap's vjp rule adds `names`, the names of the outputs,
     to the set `used`, which the backward pass reads.
 
-    chunked: runs the call in chunks, or None. If it evaluated them, MLX got stand-ins for the sequences to save memory:
-    zeros of the same shape. The tap returns the real sequences, which `chunked` holds.
+    chunked: runs the call in chunks, or None. If it evaluated the chunks, MLX got stand-ins for the sequences to save
+    memory: zeros of the same shape. The tap returns the real sequences, which `chunked` holds.
 
     mark: the scalar from `gradient_mark`, or None. The tap takes the mark as one more argument. So if MLX asks for the
     gradient of x, on which the mark depends, it calls the mark's vjp rule, too.
     """
     if not names:
         return ()
-    shows, marks = values if chunked is None else chunked.real_sequences(names, values), () if mark is None else (mark,)
+    shows = values if chunked is None else chunked.real_sequences(names, values)
+    marks = () if mark is None else (mark,)
 
     # The vjp rule: the gradients of the outputs are their cotangents, and the gradient of the mark is 0.
     def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
@@ -347,16 +348,14 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
 def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return two lists: the names of the outputs that MLX gets, and the names of the outputs that only Python saves
     for the backward pass. names: the names of the call's arrays. `numpy` computes the last states only if the caller
-    wants them. The gates are in one of the lists or in none:
+    wants them. MLX gets the gates if the caller wants them. Otherwise:
 
     - `ops`: MLX gets the gates. The backward pass of `ops` reads them, and MLX can differentiate this pass again.
-    - `stepwise`: Python saves the gates of an LSTM in training, unless the caller wants them. They are in up to 20
-      arrays of rows; a row is what the launch of a step writes. If these arrays were outputs, they would cause a third
-      of the time in which MLX builds and frees the graph.
-    - `numpy`: Python saves the gates, unless the caller wants them, and the normalised products ("norms").
-    - All engines but `ops`: without training they compute no gates, unless the caller wants them.
-
-    `stepwise.keeps_rows` says whether rows are saved, and `stepwise.ROWS` is the name of the result that holds them.
+    - `fused`, `stepwise` in training: MLX gets the gates. But if `stepwise.keeps_rows`, Python saves what contains the
+      gates, under the name `stepwise.ROWS`: up to 20 arrays of rows (a row is what the launch of a step writes). If
+      these arrays were outputs, they would cause a third of the time in which MLX builds and frees the graph.
+    - `fused`, `stepwise` without training: Python saves None, because they compute no gates.
+    - `numpy`: Python saves the gates. In any case it also saves the normalised products ("norms"), if there are any.
     """
     visible: list[str] = [*problem.cell.outputs]
     if engine == "numpy" and not problem.wants_last:
@@ -368,7 +367,7 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
         return visible, norms
     visible.remove("gates")
-    return visible, ["gates", *norms]  # on `fused` and `stepwise` without training "gates" is None
+    return visible, ["gates", *norms]
 
 
 def backward(
@@ -383,9 +382,8 @@ def backward(
     """Return the gradients of all arrays except lengths and quantized weights. MLX can differentiate these gradients
     again as far as the engine supports it.
 
-    chunked: the object that ran the forward pass in chunks of time; None if all steps ran at once. cotangents: those of
-    some outputs. forward: the outputs of the forward pass that MLX sees, and the arrays that it saved where MLX does
-    not see them. left_out: names of gradients that nobody asks for, which the engine `numpy` need not compute.
+    cotangents: those of some outputs. forward: the outputs of the forward pass that MLX sees, and the arrays that it
+    saved where MLX does not see them.
     """
     outputs, hidden = forward
     # The gradients of `ops` are a graph that MLX can differentiate again. Gradients of evaluated chunks have no graph;
@@ -437,8 +435,7 @@ def engine_gradients(
     `numpy` can compute only with arrays that have values. In a Jacobian by mx.vmap the cotangents have none; then the
     engine `ops` computes the gradients.
 
-    chunked: the object that ran the forward pass in chunks of time; None if all steps ran at once. saved: what the
-    forward pass saved, by name. left_out: the names of gradients that nobody asks for, () or ("x",).
+    saved: what the forward pass saved, by name. left_out: () or ("x",).
     """
     sweeps = chunked or ENGINE_MODULES[engine]  # both have the function `backward`
     if engine != "numpy":
@@ -474,6 +471,7 @@ def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arra
     rest = {name: floats[name] for name in floats if name == "lengths"}
 
     # Return (cell, arrays) for the steps: x is the normalised product, and the cell does not normalise it again.
+    # batch_first: engines get x as [T, B, I]. The third result is the packing, None.
     def of_steps(arrays: Arrays) -> tuple[AnyCell, Arrays]:
         return before_steps(problem.cell, arrays, packing=None, directions=problem.directions, batch_first=False)[:2]
 

@@ -25,7 +25,8 @@ LIBRARIES = ("mlx", "numpy", "math", "builtins")
 numbers that may change, such as the slope of an `mlx.nn.LeakyReLU`."""
 
 PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
-"""Types whose values are put into the key without a search, because they hold no other objects."""
+"""Types whose values are put into the key without a search, because they hold no other objects. (`visit` handles float,
+whose NaN is not equal to itself.)"""
 
 NUMBER_READERS = {"item", "tolist", "float", "int"}
 """Methods and functions by which code reads the numbers of an array as numbers of Python."""
@@ -40,8 +41,9 @@ class TooMuch(Exception):
 
 
 class Itself:
-    """An object as part of a key, where only the same object is equal: a function that is not searched further, such as
-    `mx.tanh` in place of `mx.sigmoid`. The key holds the object, so that its id stays its own."""
+    """An object as part of a key, where only the same object is equal: a function that is not searched further. So a
+    cell that now calls `mx.tanh` instead of `mx.sigmoid` has another key. The key holds the object, so that its id
+    stays its own."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -55,10 +57,10 @@ class Itself:
 
 class Captured:
     """What a function captures. key: the numbers, texts and code that it can reach, as a list of values that can be
-    compared. arrays: the MLX arrays. modules: the modules of `mlx.nn`. named: the arrays that are attributes of other
-    objects, of classes and of Python modules, as pairs (attribute, array), without those that a property computes.
-    reads_numbers: whether code that the search
-    finds may read numbers of arrays, which the key does not contain.
+    compared. arrays: the MLX arrays, of which the key has only shape and dtype. modules: the modules of `mlx.nn`.
+    named: the arrays that are attributes of other objects, of classes and of Python modules, as pairs (attribute,
+    array), without those that a property computes. reads_numbers: whether code that the search finds may read numbers
+    of arrays, for which the key does not suffice.
 
     The search follows an attribute of an object or of a Python module only if the code that reads the object contains
     the attribute's name.
@@ -87,7 +89,7 @@ class Captured:
                 raise TooMuch
             self.key.append((value.dtype.str, value.shape, value.tobytes()))
         elif isinstance(value, mx.array):
-            # A graph may depend on the shape of a captured array. One that contains its numbers is refused.
+            # A graph may depend on an array's shape. `cell_tracer.absorb` refuses a graph that contains its numbers.
             self.key.append((mx.array, value.shape, value.dtype))
             self.arrays.append(value)
         elif (id(value), names) not in self.seen:
@@ -118,7 +120,9 @@ class Captured:
             self.modules.append(value)
             self.key.append(type(value))
             self.many([vars(value), dict(value)], names, depth)
-        elif isinstance(value, BuiltinFunctionType):  # a method of an object is made anew at each access, but is equal
+        # What is not searched. A method such as `a.append` is made anew at each access but compares equal, so it is a
+        # key itself. Other objects may have any kind of ==, so `Itself` compares only which objects they are.
+        elif isinstance(value, BuiltinFunctionType):
             self.key.append(value)
         elif isinstance(value, COMPILED) or library_of(value) in LIBRARIES:
             self.key.append(Itself(value))
@@ -148,6 +152,7 @@ class Captured:
             with suppress(Exception):  # a property of the user's may raise anything
                 found.append((name, getattr(value, name)))
         for name, held in found:
+            # named: without the arrays of a module, which is in `modules` itself, and without results of a property.
             is_held = not isinstance(value, nn.Module) and not isinstance(getattr(type(value), name, None), property)
             self.named += [(name, held)] if isinstance(held, mx.array) and is_held else []
             self.key.append(name)
@@ -168,7 +173,7 @@ def reached(function: Callable[..., Any]) -> tuple[list[nn.Module], list[tuple[s
     """Return the modules of `mlx.nn` and the arrays, as pairs (name, array), that a function reaches by the names in
     its code, as attributes of objects, classes and Python modules. If the limits end the search, return those found so
     far."""
-    found = Captured.__new__(Captured)
+    found = Captured.__new__(Captured)  # made apart from its search, so that it remains if the search raises TooMuch
     with suppress(TooMuch):
         found.__init__(function)
     return found.modules, found.named

@@ -15,7 +15,8 @@ The name of an input is a letter and a number, from 0 on:
     d  the gradient of a new state, e  the gradient of a gate
     i  i0 is h times the mask, which enters the recurrent product
     k  k0 is the limit of c, k1 that of a projected h
-    W  W0 is the matrix of a second product in the step, W0T its transpose
+    W  W0 is the matrix of a second product in the step: Wp of an LSTM with a projection, or the candidate's rows of Wh
+       in a GRU whose reset comes before this product. W0T is its transpose
     N  N0 is the layer normalisation of c
 
 The lists of a `CellGraph` are node numbers, too. forward: the new states, h first. back: the gradients of the inputs
@@ -220,7 +221,8 @@ def same_branches(graph: Graph, condition: int, x: int, y: int) -> int | None:
 def after_clip(op: str) -> Callable[..., int | None]:
     """Return the rewrite of x > c (if `op` is "gt") as max(x, c) > c, or as min(x, k) > c with k > c, if this maximum
     or minimum is in the graph; the same for x < c (if `op` is "lt") with max and min exchanged. c and k are constants.
-    The slope of a clip is then known from its result, which the forward pass saves."""
+    The slope of a clip is then known from its result. Only a built-in cell is rewritten: its forward pass saves such
+    results, the gates. For a user's cell `to_save` chooses what is saved."""
     first, second = ("max", "min") if op == "gt" else ("min", "max")
 
     # The rewrite gets the operands x and c of the comparison. bound: the number c, None if c is no constant.
@@ -285,30 +287,13 @@ def needed(nodes: list[Node] | tuple[Node, ...], outputs: Iterable[int], leaves:
 
 
 class CellGraph:
-    """A recurrent cell as a graph: one step forward and its gradient.
-
-    The name of an input is one of these letters and a number from 0 on:
-
-    - x: a preactivation, or only its part from the input if `apart`
-    - p: the recurrent part of a preactivation, if `apart`
-    - s: a state; s0 is h
-    - u: an input of each step
-    - w: a parameter, one number per unit
-    - d: the gradient of a new state
-
-    The graph of a built-in cell has more inputs, which are not differentiated except i0:
-
-    - e: the gradient of a gate
-    - i: i0 is h times the mask (the factor of dropout), which enters the recurrent product
-    - k: k0 is the limit of c, and k1 that of a projected h
-    - W: a matrix. W0 is the weight of a second product in the step, and W0T its transpose: an LSTM's projection Wp, or
-      the candidate's rows of Wh in a GRU whose reset comes before this product
-    - N: N0 is the layer normalisation of c
+    """A recurrent cell as a graph: one step forward and its gradient. The module's docstring lists the names of inputs.
+    Only the graph of a built-in cell has the inputs e, i, k, W and N.
 
     apart: whether the function reads the input's part and the recurrent part of the preactivations separately. forward:
-    the nodes of the new states. names: the inputs that are differentiated, x*, p*, s*, u*, w* in this order. back: the
-    nodes of their gradients. saved: the nodes of the forward pass that the backward pass reads, besides the states and
-    its own inputs.
+    the nodes of the new states. names: the inputs that are differentiated, x*, p*, s*, u*, w* in this order, and i0.
+    back: the nodes of their gradients. saved: the nodes of the forward pass that the backward pass reads, besides the
+    states and its own inputs.
     """
 
     nodes: tuple[Node, ...]
@@ -343,8 +328,10 @@ class CellGraph:
         # number: {name of an input: its node}
         self.number: dict[str, int] = {node.value: n for n, node in enumerate(nodes) if node.op == "input"}
         self.names: tuple[str, ...] = names or names_of(counts, apart)
-        self.function: Callable[..., list[Any]] | None = None  # the user's function; None in a test run of kernels
-        # A graph is part of the key of every cache, so its hash is computed once.
+        # The user's function. None for a built-in cell, and in a test run of kernels.
+        self.function: Callable[..., list[Any]] | None = None
+        # A graph is part of the key of every cache, so its hash is computed once. `names` follows from the other parts,
+        # and functions with equal graphs compute the same, so both are left out.
         self.content: tuple[Any, ...] = (repr(nodes), counts, apart, forward, back, saved)
         self.hash: int = hash(self.content)
 
@@ -421,7 +408,7 @@ class CellGraph:
         """Return the numbers of the gates whose recurrent product the backward pass reads although it was not saved,
         such as that of a GRU's candidate. The backward pass computes it again."""
         # p and the number of a gate is the name of its recurrent product.
-        return [k for k in range(self.gates) if self.reads(f"p{k}")] if self.gates else []
+        return [k for k in range(self.gates) if self.reads(f"p{k}")]
 
     def to_json(self) -> list[Any]:
         """Return the graph as lists and numbers, from which `from_json` makes it again."""
@@ -459,8 +446,8 @@ def cell_graph(
     """Return the graph of a cell. Nodes that neither its results nor its gradients need are removed, and the nodes that
     the forward pass saves for the backward pass are chosen, unless they are given as `saved`. counts: the numbers of
     gates, states, inputs of each step and parameters. apart: whether the cell reads both parts of a preactivation.
-    forward: the nodes of the new states. back: those of the gradients of the inputs `names`; None: of all inputs of a
-    user's cell."""
+    forward: the nodes of the new states. back: those of the gradients of the inputs `names`. `saved` and `names` are
+    given for a built-in cell. For a user's cell both are None, and the inputs are those of `names_of`."""
     whole = needed(graph.nodes, [*forward, *back, *(saved or [])])  # the nodes that remain, by their old numbers
     number = {n: k for k, n in enumerate(whole)}  # {old number of a node: new number}
     nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)

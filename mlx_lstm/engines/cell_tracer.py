@@ -112,9 +112,8 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
     """Return the graph of a cell, from a cache if the same function was traced for the same arguments and captures the
     same numbers.
 
-    cell: cell(a, state, *inputs, *params), which returns a tuple of states. counts: how many gates, states, inputs and
-    parameters it has. apart: whether it gets the input's part and the recurrent part of each preactivation as a pair.
-    shape: (B, H), the shape of each state. dtype: float32 or float64.
+    apart: whether the cell gets the input's part and the recurrent part of each preactivation as a pair. shape: (B, H),
+    the shape of each state. dtype: float32 or float64.
     """
     # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed, or if
     # it reads numbers of an array.
@@ -146,9 +145,7 @@ def cached_trace(
 
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
-    """Return the graph of a cell and of MLX's derivative of it. cell: the user's function cell(a, state, *inputs,
-    *params), which returns the new states. apart: whether it gets the input's part and the recurrent part of the
-    preactivations separately. shape: (B, H), the shape of each array. dtype: float32 or float64."""
+    """Return the graph of a cell and of MLX's derivative of it. The arguments are those of `traced`."""
     with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
         step = partial(called, cell, counts, apart)  # the cell as a function of one list of arrays
         # One array for each input: the preactivations (twice as many if `apart`), states, inputs and parameters.
@@ -206,9 +203,9 @@ def values_of(
         node = nodes[n]
         if n in values:
             continue
-        if node.op == "const":  # "float" converts a condition to 0 or 1
+        if node.op == "const":
             values[n] = mx.array(node.value, like.dtype)
-        elif node.op == "float":
+        elif node.op == "float":  # a condition becomes 0 or 1
             values[n] = values[node.args[0]].astype(like.dtype)
         else:
             values[n] = functions[node.op](*[values[k] for k in node.args])
@@ -271,7 +268,8 @@ def derivative_forward(step: Callable[..., Any], drawn: list[mx.array], weights:
 
 def near(wanted: mx.array, got: mx.array) -> bool:
     """Return whether two arrays are equal up to the errors of MLX, whose exp in float64 is as precise as in float32.
-    Numbers that are not finite in `wanted` are not compared."""
+    Numbers that are not finite in `wanted` are not compared. A cell may magnify rounding errors, and a wrong graph
+    differs by far more, so the tolerance is 1e-3 of the largest number."""
     a, b = (np.array(array.astype(mx.float64)) for array in (wanted, got))
     finite = np.isfinite(a)
     return bool((np.abs(a - b)[finite] <= 1e-3 * (1 + np.abs(a[finite]).max(initial=0))).all())
@@ -329,15 +327,15 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     candidate, are parts of the preactivations, and the limits of c and h are inputs, so that calls with other numbers
     need no other graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: for a forward pass,
     whether the caller gets the gates; for a backward pass, whether they have cotangents."""
-    gates, before = cell.gate_order, cell.reset == "before"
+    gates, resets_first = cell.gate_order, cell.reset == "before"
     # products: the numbers of the gates whose recurrent part is an input of its own, such as p0.
-    products = [k for k, gate in enumerate(gates) if cell.apart and not (before and gate == "n")]
+    products = [k for k, gate in enumerate(gates) if cell.apart and not (resets_first and gate == "n")]
     peepholes = [f"w{k}" for k in range(cell.gates)] if "peephole" in names else []
-    # first: the inputs that have a gradient. given: all inputs. before: a GRU's second product reads h_in (i0) itself.
+    # first: the inputs that have a gradient. given: all inputs. resets_first: a GRU's second product reads h_in (i0).
     first = [*(f"x{k}" for k in range(cell.gates)), *(f"p{k}" for k in products)]
-    first += [*(f"s{k}" for k in range(cell.carried + 1)), *peepholes, *(["i0"] if before else [])]
-    more = {"k0": cell.cell_clip is not None, "k1": cell.projection_clip is not None, "W0": before or "Wp" in names}
-    more["N0"] = cell.norm is not None
+    first += [*(f"s{k}" for k in range(cell.carried + 1)), *peepholes, *(["i0"] if resets_first else [])]
+    more = {"k0": cell.cell_clip is not None, "k1": cell.projection_clip is not None}
+    more |= {"W0": resets_first or "Wp" in names, "N0": cell.norm is not None}  # `graph_of` left only a norm of c
     given = [*first, *(name for name, is_there in more.items() if is_there)]
 
     # The new states and then the gates, which the backward pass reads, as a function of the arrays `given`. TRACED: the
@@ -507,7 +505,8 @@ def address(array: mx.array) -> int:
 
 def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], captured: set[str]) -> int:
     """Add one operation of MLX's graph to `graph`. Return its node. item: the operation, as mx.export_function lists
-    it. found: the nodes of earlier results by MLX's key. captured: the keys of arrays from outside of the function.
+    it. found: the nodes of earlier results by MLX's key, None for an array whose numbers are not all equal. captured:
+    the keys of arrays from outside of the function.
 
     In a built-in cell a matrix is an input, such as W0. Its transpose becomes another input, W0T; back again, W0.
     """
@@ -603,7 +602,9 @@ def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: 
             absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])  # any names will do
         except NotPointwise as error:
             what = error.what
-    elif what == "a captured array":  # MLX keeps the constants of a compiled function from call to call
+    # `absorb` found an array that has the same address in two traces, but the cell captures none. It is a constant of a
+    # compiled function, which MLX keeps from call to call.
+    elif what == "a captured array":
         what = "a compiled function of constants"
     return what
 
@@ -676,7 +677,7 @@ def is_users(file: str) -> bool:
 @contextmanager
 def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
     """Record every array that appears in a variable or as a result of Python code inside this context, with the file
-    and the number of the line that made it."""
+    and the number of the line that made it. A function's arguments are not recorded: no line of it made them."""
     known: dict[int, Any] = {}  # by id; as the dict holds the arrays, no other object gets one of these ids
     before = sys.gettrace()
 

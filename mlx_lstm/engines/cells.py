@@ -16,8 +16,10 @@ Every cell has these attributes, of which most say which arrays an engine needs 
     passes_h      whether a step reads h itself, not only its product with Wh
     reads_h       whether the gradient of a step reads h before or after the step
     stops_c       whether the clip of c makes gradients 0 where it changed c; stops_h: likewise for a projected h
+    block         called with (gate, H), it returns the gate's rows in the weights (`gate_block`)
 
-A cell without an option has the value that stands for "not used": 0, "", None or False.
+It also has the options of all other cells, such as `reset` and `forget_bias`. The value of an option that it lacks
+stands for "not used": 0, "", None or False.
 """
 
 from collections.abc import Mapping
@@ -53,9 +55,6 @@ def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
 LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 """LSTM_OUTPUTS, OUTPUTS: the attribute `outputs` of cells with and without c."""
-
-NO_BIAS: float = 0.0
-"""The `forget_bias` of cells without this option."""
 
 
 class NormOptions(NamedTuple):
@@ -145,7 +144,7 @@ class GRUCell(NamedTuple):
     kept = 3
     apart = recurrent = reads_kept = passes_h = reads_h = True
     params = output_peephole = ""
-    forget_bias = NO_BIAS
+    forget_bias = 0.0
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
@@ -173,7 +172,7 @@ class RNNCell(NamedTuple):
     recurrent = reads_h = True
     apart = reads_kept = passes_h = stops_c = stops_h = False
     params = reset = output_peephole = ""
-    forget_bias = NO_BIAS
+    forget_bias = 0.0
     cell_clip = projection_clip = None
     clip_gradient = "through"
     gate_order = "h"
@@ -202,7 +201,7 @@ class PointwiseCell(NamedTuple):
     reads_kept = True
     params = "params"
     reset = output_peephole = ""
-    forget_bias = NO_BIAS
+    forget_bias = 0.0
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False

@@ -155,7 +155,7 @@ def decide(
     already been checked.
 
     table: measurements of the faster Metal engine; without any, its `engines` are empty and its `source` says why.
-    `table.trusts` says whether an engine was right in all measurements at this batch size. op: the op that an error
+    `table.trusts` says whether an engine failed in no measurement at this batch size. op: the op that an error
     names. requested: the engine that the caller forces. If it cannot run, an error is raised. If it is None, the
     fastest engine that can run is returned. place: where the call runs. refused: engines that failed a test run, with
     reasons.
@@ -174,7 +174,8 @@ def decide(
         return Choice("numpy", "the stream's device is the CPU")
     if table.engines and packing is None:
         engine, reason = table.preferred(dtype, B, H)
-    elif "fused" in reasons or isinstance(cell, PointwiseCell):  # the predictions are for built-in cells only
+    # The predictions are for built-in cells that `fused` can run. If it cannot, the lines below replace it.
+    elif "fused" in reasons or isinstance(cell, PointwiseCell):
         engine, reason = "fused", "all steps in one launch"
     else:
         engine, reason = predict(cell, dtype, B, H, problem.cores, problem.directions, packing)
@@ -300,7 +301,8 @@ NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 def on(stream: Stream, op: str = "stream") -> AbstractContextManager[object]:
-    """Return the context manager that selects a stream. For None, return one that does nothing."""
+    """Return the context manager that selects a stream. For None, return one that does nothing. op: the name with which
+    the error begins if `stream` is no stream."""
     if stream is None:
         return NOWHERE
     try:

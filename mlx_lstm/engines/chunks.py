@@ -46,8 +46,9 @@ HALVES = (mx.float16, mx.bfloat16)
 def for_engine(engine: str, arrays: Arrays) -> Arrays:
     """Return the arrays in the dtypes that the engine reads.
 
-    The Metal shaders read 16-bit arrays, but need c and its gradient in float32. The other engines get float32
-    instead of 16-bit arrays. Quantized weights stay unchanged.
+    The Metal shaders read 16-bit arrays, c0 among them. But c of all steps and the cotangents of c and cT are float32,
+    as the forward pass writes c. The other engines get float32 instead of 16-bit arrays. Quantized weights stay
+    unchanged.
     """
     if engine in ("fused", "stepwise"):
         return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}

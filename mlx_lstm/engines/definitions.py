@@ -162,7 +162,8 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
     c = f * c_prev + i * g
     if v["limit"] is not None:
         c = s["clip"](c, v["limit"], cell.clip_gradient)
-    shown = c if v["norm"] is None else s["norm"](c, v["norm"])  # the c from which h is computed
+    # shown: the c from which h is computed. s["norm"] calls v["norm"], or writes its node into a graph.
+    shown = c if v["norm"] is None else s["norm"](c, v["norm"])
     if cell.norm is not None and cell.norm.c == "state":
         c = shown
     o = gate("o", c if cell.output_peephole == "current" else c_prev)

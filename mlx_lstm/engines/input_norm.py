@@ -5,7 +5,8 @@ a part of the bias. The engine `numpy` computes this part itself (`numpy.norms.I
 
 `cell.norm.of` says what is normalised. "products": norm(x Wx^T) + norm(h Wh^T), each with a scale and a shift of its
 own. "product": x Wx^T + norm(h Wh^T). With "products" the first norm does not depend on h. So it is computed here for
-all steps, and the engine then gets a call with "product".
+all steps, and the engine then gets a call with "product". "sum": norm(x Wx^T + b + h Wh^T); it depends on h, so the
+engines compute it in the steps, and here nothing changes.
 
 G: gates, H: hidden units. The arrays of the call are in a dict by name: `norm_input_scale`, `norm_input_shift` belong
 to x Wx^T; `norm_scale`, `norm_shift` to h Wh^T; each has G H numbers per direction. packing: the format of quantized

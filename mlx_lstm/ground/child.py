@@ -147,6 +147,7 @@ class Child:
                 reply = json.loads(line)
                 # An answer to an earlier request, for which nobody waits any more, is not the answer to this one.
                 if reply["number"] == self.asked:
+                    # `fail` raises a ChildError, which goes through the `except` below, as it is no ValueError.
                     return reply["answer"] if "answer" in reply else fail(reply["error"])
             except (ValueError, KeyError, TypeError):
                 self.end()

@@ -127,13 +127,15 @@ def absolute(paths: Iterable[object]) -> list[str]:
 
 
 def check_files(options: object, *names: str) -> None:
-    """Raise ValueError if a file that one of a command's options names cannot be written. options: the parsed command
-    line. names: those of its options that name a file to write; an option that is not given is None."""
+    """Raise ValueError if the folder of a file to write is missing, or the file itself is a folder. options: the parsed
+    command line. names: those of its options that name a file to write; an option that is not given is None."""
     for name in names:
-        path = Path(getattr(options, name) or "")
+        if not getattr(options, name):
+            continue
+        path = Path(getattr(options, name))
         if not path.parent.is_dir():
             raise ValueError(f"--{name}: no folder {path.parent}")
-        if getattr(options, name) and path.is_dir():
+        if path.is_dir():
             raise ValueError(f"--{name}: {path} is a folder")
 
 

@@ -138,6 +138,7 @@ class Recurrence(nn.Module):
             fail(op, REVERSE, "both directions" if self._sizes[0] == 2 else "the reverse direction")
         # read: returns each layer's cell, parameters and engine; the stepper calls it again if parameters have changed.
         read = lambda: [(self._cell, arrays, self.engine) for arrays in self.layers]  # noqa: E731
+        # is_stack: also the states of a single layer are [1, ..., H], as this class takes and returns them.
         return Stepper(op, read, self.layers, batch=batch, is_stack=True)
 
 

@@ -1,8 +1,8 @@
 """The recurrent layers of `mlx.nn`, computed by `mlx_lstm.recurrence`, with float or quantized weights.
 
 `Layer` is the base class: it has the constructor, the checks, and the call of the recurrence. A subclass adds its cell,
-and the names that its parameters have in `mlx.nn`. The call itself, `Call`, takes arrays by the argument names of
-`mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn, h0, c0.
+its number of gates (`_gates`), and `_names`, {parameter in `mlx.nn`: argument}. The call itself, `Call`, takes arrays
+by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn, h0, c0.
 
 D: features of the input (input_size; `mlx.nn` prints it as input_dims), H: hidden units (hidden_size), L: time steps,
 B: sequences, "...": any number of batch axes. hidden and cell are the states h and c. keep: a factor on the states
@@ -11,6 +11,7 @@ that error texts begin with, such as "nn.LSTM"; `fail(op, rule, got)` raises the
 `NormOptions` are the options of layer normalisation without arrays, as a cell holds them; `norm_given` makes the `Norm`
 of a user from them. NONLINEARITIES: the functions that `mlx_lstm.rnn` has as activations; `activation_of` returns the
 activation's name of such a function. `advised` adds advice to the errors of a method that gets unknown options.
+NO_UNITS: why 0 units are refused, for an error text.
 """
 
 import math
@@ -82,7 +83,7 @@ class Layer(Advised):
         self.checkpoint_every = check_every(self.op, checkpoint_every)
         rows, scale = self._gates * H, 1.0 / math.sqrt(H)
         shapes = {"Wx": (rows, I), "Wh": (rows, H), "b": (rows,), "bhn": (H,)}
-        # Draw in the order of mlx.nn's layer, so that the same seed gives the same parameters.
+        # shapes: by argument. Draw in the order of mlx.nn's layer, so that the same seed gives the same parameters.
         for name, argument in self._names.items():
             is_absent = argument in ("b", "bhn") and not bias
             setattr(self, name, None if is_absent else mx.random.uniform(-scale, scale, shapes[argument]))
@@ -178,7 +179,7 @@ class Layer(Advised):
         None stands for zeros. The results have the dtype to which x, the parameters and the states promote.
         """
         op, cell, arrays = self.op, self._cell(), self._arrays()
-        D, H = arrays["Wx"].shape[1], arrays["Wh"].shape[1]
+        D, H = arrays["Wx"].shape[1], arrays["Wh"].shape[1]  # of a `Quantized`, too: its shape is the float matrix's
         check_input(op, x, D, arrays["Wx"], is_step)
         batch, L = (x.shape[:-1], 1) if is_step else (x.shape[:-2], x.shape[-2])
         for argument, (name, array) in zip(("h0", "c0"), states.items(), strict=False):  # a GRU has no c0
@@ -190,14 +191,13 @@ class Layer(Advised):
         if 0 in batch:
             return [mx.zeros(shape, dtype)] * len(states)
         # The functions of `mlx_lstm` take exactly one batch axis: x becomes [B, L, D], or [B, D], and the states become
-        # [B, H]. `small` chooses how these reshapes are computed; NumPy is faster if the call computes immediately on
-        # the CPU.
-        small = by_mlx  # replaced below; with one batch axis nothing is reshaped
+        # [B, H]. run_small(function, array) computes a reshape; NumPy is faster if the call computes immediately on the
+        # CPU. With one batch axis nothing is reshaped.
+        run_small = by_numpy if len(batch) != 1 and computes_now(self.engine) else by_mlx
         if len(batch) != 1:
-            small = by_numpy if computes_now(self.engine) else by_mlx
             for name in [name for name in ("x", "h0", "c0") if name in arrays]:
                 features = x.shape[len(batch) :] if name == "x" else (H,)
-                arrays[name] = small(methodcaller("reshape", (-1, *features)), arrays[name])
+                arrays[name] = run_small(methodcaller("reshape", (-1, *features)), arrays[name])
             lengths = flat_lengths(op, lengths, batch)
         if keep is not None or hold is not None:
             # The options, checked and broadcast to all batch axes and steps; the engine gets them with one batch axis.
@@ -212,7 +212,7 @@ class Layer(Advised):
         vars(self)["_engine_used"] = choice  # in `vars`, because MLX would count a tuple attribute as parameters
         names = (("hT", "cT") if is_step else ("h", "c"))[: len(states)]
         results = list(map(outputs.__getitem__, names))
-        return results if len(batch) == 1 else [small(methodcaller("reshape", shape), array) for array in results]
+        return results if len(batch) == 1 else [run_small(methodcaller("reshape", shape), array) for array in results]
 
 
 class LSTM(Layer):
@@ -758,6 +758,7 @@ def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx
         return array if array.shape == shape else mx.broadcast_to(array, shape)
     except ValueError:
         time = ["time"] * (x.ndim - len(shape))  # empty for a step, whose x has no axis of time
+        # The batch axes of x: none, "batch", or "batch, ..." for several.
         axes = ", ".join([*["batch", "..."][: len(shape) - 1], *time, "features"])
         rule = f"{name} must have shape {list(shape)}, as x is [{axes}] = {list(x.shape)}"
         if array.ndim > len(shape) and time:

@@ -234,17 +234,17 @@ def stack(
         width = groups * one.P * (directions if merge == "concat" else 1)
         return mx.zeros((*batch, T, width), dtype), tuple(states) if len(states) > 1 else states[0]
     # The functions of `mlx_lstm` take exactly one batch axis: x becomes [B, T, D], and a layer's states become [B, H]
-    # or [B, 2H]. `small` chooses how this is computed; NumPy is faster if the call computes immediately on the CPU.
-    small = by_numpy if computes_now(one.engine) else by_mlx
+    # or [B, 2H]. run_small(function, array) computes this; NumPy is faster if the call computes immediately on the CPU.
+    run_small = by_numpy if computes_now(one.engine) else by_mlx
     is_flat = len(batch) == 1
-    x = x if is_flat else small(methodcaller("reshape", (-1, *x.shape[-2:])), x)
+    x = x if is_flat else run_small(methodcaller("reshape", (-1, *x.shape[-2:])), x)
     steps = whole_steps(OP, keep, hold, (*batch, T), "[B, T]")
     steps = {name: array.reshape(-1, T) for name, array in steps.items()}
     # options: those of `Call` that all layers share. Without `layers` only the reversed ones run.
     options = {"reverse": not layers, "bidirectional": directions == 2, "hold": steps.pop("hold", None)}
     options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "lengths_checked": True, "batch_first": True}
     # starts: by state the first states of each layer. last: the last states of each layer that has run.
-    starts = {name: small(partial(split_states, directions), array) for name, array in first.items()}
+    starts = {name: run_small(partial(split_states, directions), array) for name, array in first.items()}
     last: list[Arrays] = []
     for n, depth in enumerate(depths):
         outputs = []
@@ -262,8 +262,8 @@ def stack(
             x = call_between(between, n, x, (*batch, T), groups * depths[n + 1][0].arrays["Wx"].shape[1])
     # whole: for each state the function that joins those of all layers.
     whole = {name: partial(join_states, directions, shape) for name, shape in shapes.items()}
-    states = [small(whole[name], *(state[name] for state in last)) for name in shapes]
-    x = x if is_flat else small(methodcaller("reshape", (*batch, T, -1)), x)
+    states = [run_small(whole[name], *(state[name] for state in last)) for name in shapes]
+    x = x if is_flat else run_small(methodcaller("reshape", (*batch, T, -1)), x)
     return x, tuple(states) if len(states) > 1 else states[0]
 
 
@@ -380,8 +380,13 @@ def read_depths(
     depths: list[StackedLayer] = []
     for n, pair in enumerate(zip(*sides, strict=True)):
         one = pair[0]  # the layer's forward direction, with which the other one must agree
-        # D: the features that it reads: x, or for n >= groups, which is no first layer, the output of the one before.
-        D = first.P * (len(sides) if merge == "concat" else 1) if n >= groups else first.arrays["Wx"].shape[1]
+        # D: the number of features that it reads.
+        if n < groups:  # a layer of the first depth reads x
+            D = first.arrays["Wx"].shape[1]
+        elif not any_width:  # the others read the output of the depth before
+            D = first.P * (len(sides) if merge == "concat" else 1)
+        else:  # or what `between` makes of it: any D, but all groups of a depth the same one as its first group
+            D = (depths[n // groups * groups] if n % groups else one).arrays["Wx"].shape[1]
         for other in pair:
             if other.cell.op != first.cell.op:
                 fail(OP, f"{other.name} must be of the kind of the first layer, {first.cell.op},", other.cell.op)
@@ -394,10 +399,7 @@ def read_depths(
                 fail(OP, rule, ", ".join([*options_apart(other.cell, one.cell), *other.arrays]))
             if packings(other) != packings(one):
                 fail(OP, f"{other.name} must be quantized as {one.name}", packings(other) or "float weights")
-            free = any_width and n >= groups
-            # own: the first group of this depth, which gives D where the layer before does not.
-            own = depths[n // groups * groups] if free and n % groups else one  # a layer's groups have equal sizes
-            check_parameters(other, own.arrays["Wx"].shape[1] if free else D, first)
+            check_parameters(other, D, first)
         # word: the name of the engine that the user forces, or None.
         word, arrays = one.engine if engine is None else engine, [other.arrays for other in pair]
         # The joined arrays of two directions are cached while the parameters are the same.
@@ -460,11 +462,11 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
         for key, array in held.items():
             if isinstance(array, np.ndarray):
                 check_array(OP, f"{name}.{key}", array, shape=None)  # raises the error: `from_names` would take it
-        # The converted arrays are cached by this text while the parameters are the same.
-        names = partial(from_names, nonlinearity=act)
-        weights = derived(now, f"{OP} {act}", held, lambda arrays: in_arguments(names(arrays)))
+        # The converted arrays are cached by this text while the parameters are the same. in_arguments: renames them.
+        convert = partial(from_names, nonlinearity=act)
+        weights = derived(now, f"{OP} {act}", held, lambda arrays: in_arguments(convert(arrays)))
     except ValueError as error:
-        # kinds, other: what may be in an object, for the text. why: the text of `from_names`.
+        # kinds, other: what may be in an object, for the text. why: the text of `from_names`, as a part of this one.
         kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
         other = "or arrays that convert.from_names reads, and no other array or module"
         why = str(error).removesuffix(".").replace("; got", ", got")
@@ -520,6 +522,7 @@ def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
     """Return the directions of a layer whose cell the user wrote. name: what error texts call it, such as
     "layers[0]"."""
     both, cell = layer._directions == 2, layer._own_cell
+    # The name tells where the user passed the layer: "layers[0]" or "reverse[0]".
     if layer.reverse and not name.startswith("reverse"):
         fail(OP, f"{name} must run forward (pass layers that run in reverse as reverse=)", "reverse=True")
     arrays = layer._by_argument()

@@ -144,8 +144,8 @@ class Changes:
         return self.moved
 
     def floor(self, size: Any) -> Any:
-        """Return what belongs to the bound of a number of this size without any change: a rounding, and the error that
-        underflow may add."""
+        """Return the least bound on the error of a number of this size: eps times the size, as `exact_and_bounds` says,
+        and the error that underflow may add."""
         stored = float_of(self.dtype)
         return stored.eps * size + Noise(self.dtype, seed=0, systematic=False).underflow
 
@@ -245,5 +245,6 @@ def errors_of_groups(a: Array, factors: Array) -> Array | float:
     if len(starts) == len(factors):
         return 0.0
     positive, negative = (np.add.reduceat(np.maximum(sign * a, 0), starts, axis=1) for sign in (1, -1))
+    # The n weights of a group, and the 4 operations of scale (S - 2^f s) + bias s that round: -, + and two products.
     roundings = a.shape[-1] // len(starts) + 4
     return np.sqrt(roundings * (np.maximum(positive, negative) ** 2 @ factors[starts] ** 2))

@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
     def names(self, training: bool = True) -> list[str]:
         """Return the names of the results that the call has: with cotangents, the outputs that have one, and a gradient
-        "d" + name of each array; without training, all outputs but the gates."""
+        "d" + name of each array; without cotangents, all outputs. training=False: no gradients and no gates."""
         if not training or not self.cotangents:
             return [name for name in OUTPUTS[self.op] if training or name != "gates"]
         gradients = [f"d{name}" for name in self.arrays if name not in self.weights]

@@ -65,6 +65,7 @@ def graph_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_
     # apart: the cell gets both parts of a preactivation. Else it gets their sums, and no products.
     if products and not p.graph.apart:
         parts, products = [fl(a + q) for a, q in zip(parts, products, strict=True)], []
+    # Sequences that do not run step t may have NaN in their padding, so their inputs are 0, as `unroll` sets their x.
     inputs = [] if p.inputs is None else blocks(p, np.where(p.active[t], p.inputs[t], 0.0))
     params = [] if p.params is None else blocks(p, np.broadcast_to(p.params, (p.B, len(p.params))))
     groups = {"x": parts, "p": products, "s": [h_prev, *blocks(p, c_prev)], "u": inputs, "w": params}

@@ -136,22 +136,22 @@ def unroll(p: OneDirection, fl: Rounding) -> tuple[Tensors, dict[int, Step]]:
         fl.start_step()
         # alive: the sequences that have not ended. on: of these, the ones that the option `hold` does not skip at t.
         on, alive = p.active[t], p.alive[t]
-        # last: the states before `keep` multiplies them, which the gradient of `keep` reads.
-        x, mask, last = padded(on, p.x[t]), None if p.mask is None else padded(on, p.mask[t]), (h, c)
+        # last: the states before `times_keep` multiplies them by `keep`, which the gradient of `keep` reads.
+        x, mask, last = or_zero(on, p.x[t]), None if p.mask is None else or_zero(on, p.mask[t]), (h, c)
         h, c = times_keep(p, t, h, fl), times_keep(p, t, c, fl)
         h_in = h if mask is None else fl(mask * h)
         # s: what the step computed; then also what it read, which the gradient needs.
         s = step(p, t, x, h_in, h, c, fl)
         s = Step(**vars(s), x=x, mask=mask, last=last, h_in=h_in, h_prev=h, c_prev=c)
         h, c = np.where(on, s.h, h), np.where(on, s.c, c)
-        outputs["h"][t], outputs["c"][t] = padded(alive, h), padded(alive, c)
-        outputs["gates"][t] = padded(on, s.gates)
+        outputs["h"][t], outputs["c"][t] = or_zero(alive, h), or_zero(alive, c)
+        outputs["gates"][t] = or_zero(on, s.gates)
         tape[t] = s
     outputs |= {"hT": h, "cT": c}
     return {name: outputs[name] for name in p.outputs}, tape
 
 
-def padded(on: Array, value: Array) -> Array:
+def or_zero(on: Array, value: Array) -> Array:
     """Return `value` where `on` is true, else 0. The function selects instead of multiplying by 0, because the value
     may be NaN for sequences that are held or have ended."""
     return np.where(on, value, 0.0)
@@ -175,8 +175,8 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
     for t in reversed(p.times):
         fl.start_step()
         on, alive, s = p.active[t], p.alive[t], tape[t]
-        dh_t, dc_t = (padded(alive, cot[k][t]) if k in cot else 0.0 for k in ("h", "c"))
-        dgates = padded(on, cot["gates"][t]) if "gates" in cot else 0.0
+        dh_t, dc_t = (or_zero(alive, cot[k][t]) if k in cot else 0.0 for k in ("h", "c"))
+        dgates = or_zero(on, cot["gates"][t]) if "gates" in cot else 0.0
         dgates = np.broadcast_to(dgates, (p.B, len(p.gate_order) * p.H))
         dh_t, dc_t = fl(dh + dh_t), fl(dc + dc_t)
         # The gradient of h before the step: through the product (which a cell that the user wrote may lack) and the
@@ -192,10 +192,10 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
         # row: the gradients of this step, and the arrays that the gradients of the weights multiply them by.
         row = back.to_sum | {"dx": da if p.Wx is None else fl.dot(da, p.Wx)}
         row |= {"x": s.x, "h_in": s.h_in} | ({} if s.mask is None else {"dmask": fl(back.dh_in * s.h_prev)})
-        row = {name: padded(on, value) for name, value in row.items()}
-        if p.keep is not None:  # one factor multiplies all numbers of h and c
+        row = {name: or_zero(on, value) for name, value in row.items()}
+        if p.keep is not None:  # one factor multiplies all numbers of h and c, also where a step is held
             terms = np.concatenate([fl(dh_prev * s.last[0]), fl(dc_prev * s.last[1])], axis=1)
-            row["dkeep"] = padded(alive, fl.total(terms, (1,)))
+            row["dkeep"] = or_zero(alive, fl.total(terms, (1,)))
         rows.append((t, row))
     return {name: value for name, value in collect(p, rows, dh, dc, fl).items() if name in p.given}
 

@@ -3,11 +3,12 @@
 T: time steps, B: batch items, I: input features, H: hidden units, P: the width of h (H, or that of a projection), G:
 gates, D: directions, 1 or 2. Arrays are in dicts by the names of the arguments: x, Wx, Wh, b, h0, c0, mask and so on.
 Two directions are joined in one array: side by side, such as h0 [B, D P], or on a first axis of 2, such as Wh [2, G H,
-P]; own is [2] then, else []. packing: the format of quantized weights. op: the public function that error texts begin
-with. The functions of `ground.checks` raise a ValueError: `fail(op, rule, got)` with the text "[op] rule but got ...";
-`check_array(op, name, array, shape, dtype, why)` for a wrong shape, in which a text such as "H" stands for any size;
-why: a text that is added to the rule. ArraySpec: the shape and dtype of an array, without the array. WEIGHTS: the names
-of the arrays that may be quantized, Wx, Wh, Wp; `is_packed(name, arrays)` tells whether a weight is.
+P]; own is [2] then, else []. keep: a factor on the states before a step. packing: the format of quantized weights. op:
+the public function that error texts begin with. The functions of `ground.checks` raise a ValueError: `fail(op, rule,
+got)` with the text "[op] rule but got ..."; `check_array(op, name, array, shape, dtype, why)` for a wrong shape, in
+which a text such as "H" stands for any size; why: a text that is added to the rule; `check_sizes` for an axis of size
+0. `check_keep` checks the shape and the dtype of keep. ArraySpec: the shape and dtype of an array, without the array.
+WEIGHTS: the names of the arrays that may be quantized, Wx, Wh, Wp; `is_packed(name, arrays)` tells whether a weight is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -99,8 +100,8 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
 
 
 def common_dtype(values: Iterable[Any]) -> mx.Dtype:
-    """Return the dtype to which all arrays promote together. A quantized weight takes part with the dtype of its
-    biases; a quantized weight without biases is ignored."""
+    """Return the dtype to which arrays promote together, such as x and the parameters of a layer. values: arrays or
+    `Quantized` weights. Of the latter only the biases count, because scales may be integer codes."""
     arrays = [value.biases if isinstance(value, Quantized) else value for value in values]
     return mx.result_type(*[array for array in arrays if array is not None])
 
@@ -149,7 +150,7 @@ def check_shapes(
     D = 2 if bidirectional else 1
     GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
     # GH, DGH: the sizes G H and D G H for error texts. own: the axis of arrays with one entry per direction. many: the
-    # factor 2 of both directions in error texts.
+    # factor 2 of both directions in error texts. Without Wx, x is already the product x Wx^T, with D G H features.
     own, many = ([2] if bidirectional else []), ("2" if bidirectional else "")
     check_array(op, "x", x, ["T", "B", "I" if "Wx" in arrays else DGH])
     joined = " (join_directions joins the arrays of two directions)" if bidirectional and len(Wh.shape) == 2 else ""
@@ -205,6 +206,7 @@ def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: d
     shapes |= {"h0": [B, D * H], "c0": [B, D * cell.carried * H], "params": [D * graph.params * H]}
     shapes |= norm_shapes(own, G, H)
     names = {"h0": "state[0]", "c0": "state[1:]"}  # the user passes all states in one list
+    # The features of x need no check of their own: Wx must have I columns, and without Wx `gates_of` found G from them.
     for name in (name for name in shapes if name in arrays):
         check_array(op, names.get(name, name), arrays[name], shapes[name], x.dtype)
     if "keep" in arrays:
@@ -223,7 +225,7 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
     for name in (name for name in WEIGHTS if is_packed(name, arrays)):
         packed, scales, biases = (arrays.get(f"{name}{end}") for end in ("", "_scales", "_biases"))
         # A row of the array is a row of weights as one string of bits, in 32-bit words. columns: the weights of a row.
-        # words and columns may not fit together; then the next test fails.
+        # words and columns may not fit together; then the next test fails. (0,): an array without axes has no weights.
         *rows, words = cast(ArraySpec, packed).shape or (0,)
         columns = words * 32 // packing.bits
         if (
@@ -240,7 +242,7 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
             why = f", as its rows are {columns} weights of {packing.bits} bits in groups of {packing.group_size},"
             check_array(op, f"{name}.scales", scales, shape, why=why)
             check_array(op, f"{name}.biases", biases, shape, cast(ArraySpec, scales).dtype)
-        else:
+        else:  # in all other modes a scale is a code of 8 bits, and there are no biases
             check_array(op, f"{name}.scales", scales, shape, mx.uint8)
             if biases is not None:
                 fail(op, f"{name}.biases must be None in mode {packing.mode!r}", "an array")
@@ -249,16 +251,16 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
 
 
 def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
-    """Check that the mask broadcasts to `shape`, which is [T, B, width of h], without enlarging `shape`. many: "2"
-    with both directions, else an empty text; a part of the error text."""
+    """Check that the mask broadcasts to `shape`, which is [T, B, D P], without enlarging `shape`. many: D in the error
+    text, "2" with both directions, else ""."""
     check_array(op, "mask", mask, None, dtype)  # None: its shape is checked below
     try:
         fits = np.broadcast_shapes(mask.shape, shape) == shape
     except ValueError:
         fits = False
     if not fits:
-        T, B, P = shape
-        rule = f"mask must broadcast to [B, {many}P] = [{B}, {P}] or [T, B, {many}P] = [{T}, {B}, {P}]"
+        T, B, width = shape
+        rule = f"mask must broadcast to [B, {many}P] = [{B}, {width}] or [T, B, {many}P] = [{T}, {B}, {width}]"
         fail(op, rule, f"shape {list(mask.shape)}")
 
 
@@ -315,7 +317,8 @@ def check_lstm(
     clips: Clips,
     op: str = "lstm",
 ) -> LSTMCell:
-    """Check the options of an LSTM. Return the cell that they describe."""
+    """Check the options of an LSTM. Return the cell that they describe. output_peephole: whether the peephole of gate o
+    reads the "current" or the "previous" c. forget_bias: a number that is added to the preactivation of gate f."""
     cell_clip, projection_clip, clip_gradient, has_projection = clips
     check_gate_order(op, gate_order, "ifgo")
     check_activations(op, activations, "five names: those of i, f, g, o and of the output", count=5)

@@ -58,11 +58,12 @@ class Call(NamedTuple):
     """The options of one call as the caller passed them: the cell and the flags, not yet checked against the arrays.
     An engine gets a `Problem` instead, which is checked and also describes the arrays.
 
-    lengths: the number of steps of each batch item. engine: the one that the user forces. batch_first: x and the
-    sequences are [B, T, features], keep and hold are [B, T]. Only `forward` supports it. lengths_checked: the lengths
-    were computed by this package, so their range needs no check. checkpoint_every: save the states of every n-th step
-    only, or "auto". one_step: x is [B, I], without a time axis. op: the name of the layer in error texts; "" for the
-    functions lstm, gru and rnn.
+    reverse: the only direction runs from the last step to the first. lengths: the number of steps of each batch item.
+    engine: the one that the user forces. stream: where MLX runs the call. batch_first: x and the sequences are [B, T,
+    features], keep and hold are [B, T]; `backward` does not support this option. lengths_checked: this package computed
+    the lengths, so their range needs no check. checkpoint_every: save the states of every n-th step only, or "auto".
+    one_step: x is [B, I], without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru
+    and rnn.
     """
 
     cell: AnyCell
@@ -102,10 +103,12 @@ class Call(NamedTuple):
         )
         # NOWHERE: a context that does nothing, because the caller named no stream.
         with NOWHERE if self.stream is None else on(self.stream, op):
+            # `with_lengths` adds the lengths to the arrays. `plan_with_norm` chooses the engine; most engines do not
+            # normalise the input's product, so it computes this product, which changes the arrays and the cell of call.
             if self.hold is None and "keep" not in arrays:
                 arrays, wanted = self.with_lengths(arrays, sizes, op), Wanted(return_gates, training, wants_last)
-                call, arrays, problem, choice = self.plan_with_norm(arrays, sizes, packing, wanted)
-                return call.run(problem, arrays, choice), choice
+                call, arrays, problem, chosen = self.plan_with_norm(arrays, sizes, packing, wanted)
+                return call.run(problem, arrays, chosen), chosen
             # steps: applies `keep` and `hold` around the engine. inner: the arrays as the engine gets them.
             steps, call = self.steps(arrays, sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
@@ -113,17 +116,17 @@ class Call(NamedTuple):
             # from the sequences h and c, not from the engine.
             inner_last = wants_last and self.hold is None
             wanted = Wanted(return_gates, training, inner_last)
-            call, inner, problem, choice = call.plan_with_norm(inner, sizes, packing, wanted)
-            return steps.outputs(call.run(problem, inner, choice), arrays, wants_last), choice
+            call, inner, problem, chosen = call.plan_with_norm(inner, sizes, packing, wanted)
+            return steps.outputs(call.run(problem, inner, chosen), arrays, wants_last), chosen
 
-    def run(self, problem: Problem, arrays: Arrays, choice: Choice) -> dict[str, Any]:
+    def run(self, problem: Problem, arrays: Arrays, chosen: Choice) -> dict[str, Any]:
         """Run the chosen engine. Return the outputs, which MLX can differentiate."""
         # refusal: a function that tests the kernels of the backward pass when MLX asks for a gradient; None if they
         # need no test. If they fail, a forced engine raises an error; in place of another one `ops` runs.
         refusal = None
-        if choice.engine in METAL_ENGINES:
-            refusal = guarded_gradients(choice, problem, is_forced=self.engine is not None)
-        return run(problem, arrays, choice.engine, refusal)
+        if chosen.engine in METAL_ENGINES:
+            refusal = guarded_gradients(chosen, problem, is_forced=self.engine is not None)
+        return run(problem, arrays, chosen.engine, refusal)
 
     def backward(self, weights_and_arrays: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
         """Return the gradients of all float arrays of the call. Quantized weights have no gradient.
@@ -146,13 +149,14 @@ class Call(NamedTuple):
         """Return the gradients of a call without the option `hold` (steps that leave the state unchanged). If there
         is an array `keep` (a factor on the state), it already has the shape [T, B, D] that engines take."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
+        # others: `plan` finds out whether they have values, too.
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
-        # The gates count as wanted only if they have a cotangent.
+        # The gates count as wanted only if they have a cotangent. The last states may always have one.
         wanted = Wanted("gates" in names, training=True, wants_last=True, cotangents=names)
-        problem, choice = self.plan(arrays, others, sizes, packing, wanted)
+        problem, chosen = self.plan(arrays, others, sizes, packing, wanted)
         if "h" not in saved:
             saved = saved | {"h": h_of(problem, saved)}
-        return run_backward(problem, arrays, saved, cotangents, choice.engine)
+        return run_backward(problem, arrays, saved, cotangents, chosen.engine)
 
     def backward_of_steps(
         self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None, op: str
@@ -163,6 +167,7 @@ class Call(NamedTuple):
         before and after that function.
         """
         (steps, call), x = self.steps(arrays, sizes, op), arrays["x"]
+        # steps.saved: the saved outputs as the engine computed them, the steps that ran moved to the front.
         # Without any cotangent the gradients are 0: pass zeros for h. sizes[3]: P, the width of h in one direction.
         width = (2 if self.bidirectional else 1) * sizes[3]
         saved, cotangents = steps.saved(saved), cotangents or {"h": mx.zeros((*x.shape[:2], width), x.dtype)}
@@ -205,7 +210,7 @@ class Call(NamedTuple):
         """Check the values of the options `keep` (factors on the carried states) and `hold` (steps at which the states
         stay unchanged). Return (steps, call): an object that applies these options before and after an engine runs,
         and a copy of this call without `hold`, which an engine can run."""
-        if "keep" in arrays:
+        if "keep" in arrays:  # floats may have any values, integers must be 0 and 1
             check_flags(op, "keep", arrays["keep"])
         T, B = sizes[:2]
         lengths = whole_lengths(op, self.lengths, B, T, checked=self.lengths_checked)
@@ -227,7 +232,8 @@ class Call(NamedTuple):
         if self.cell.norm is None:  # []: no further arrays, as only a gradient op has them
             return self, arrays, *self.plan(arrays, [], sizes, packing, wanted)
         choice.check_engine(self.title, self.engine)
-        # Plan the call as `numpy` takes it. If `plan` chooses another engine nevertheless, plan it again below.
+        # Plan the call as `numpy` takes it, which runs on the CPU only. If `plan` chooses another engine nevertheless,
+        # plan the call again below.
         if self.engine in (None, "numpy") and choice.current_device() == "cpu":
             problem, chosen = self.plan(arrays, [], sizes, packing, wanted)
             if chosen.engine == "numpy":
@@ -237,7 +243,8 @@ class Call(NamedTuple):
 
     def with_norm(self, arrays: Arrays, packing: Packing | None) -> tuple["Call", Arrays, Packing | None]:
         """Return the call, its arrays and their packing after the part of layer normalisation that is computed before
-        the steps: that of the input's product."""
+        the steps. If the input's product is normalised, it takes the place of x: then Wx is no array of the call any
+        more, and the cell's options say that only h Wh^T is left to normalise."""
         directions = 2 if self.bidirectional else 1
         cell, arrays, packing = before_steps(self.cell, arrays, packing, directions, self.batch_first)
         return self._replace(cell=cell), arrays, packing
@@ -261,6 +268,7 @@ class Call(NamedTuple):
         # traces the arrays, so they have no values. Only inference and the engine `numpy` use these flags, so for all
         # other calls both stay False, and no array is evaluated to find out.
         free = traced = False
+        # isinstance: the user's `engine` is not checked yet, and an array would not compare as one bool.
         may_be_numpy = self.engine is None or (isinstance(self.engine, str) and self.engine == "numpy")
         if not training or (device == "cpu" and may_be_numpy):
             values = [*arrays.values(), *others]
@@ -268,6 +276,7 @@ class Call(NamedTuple):
             # Evaluating arrays in training costs time. A small step in training runs on the engine `ops`, which only
             # builds a graph, so its arrays need not be evaluated here.
             small = training and self.engine is None and choice.is_small_step(self.cell, sizes[0], sizes[1], sizes[2])
+            # transforming=True: MLX transforms something, as `free` is false, so the arrays must keep their graphs.
             traced = not free and not small and not have_values(values, transforming=True)
         # masks_differ: whether each step has its own mask. Engines multiply `keep` into the mask.
         problem = Problem(
@@ -292,8 +301,8 @@ class Call(NamedTuple):
         metal = choice.has_metal()
         place = choice.Place(device, metal, traced)
         # best(refused=...): chooses an engine, not one of those that a trial of kernels has refused. table: measured or
-        # predicted times, which tell the faster Metal engine. divided(problem, engine): adds how this engine divides
-        # the sequence in time; every: the option `checkpoint_every`, which matters only if there may be a gradient.
+        # predicted times, which tell the faster Metal engine. divided(problem, engine): adds to the problem how this
+        # engine divides the sequence in time; every: the option `checkpoint_every`, which matters only for a gradient.
         op = self.title if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, place)

@@ -72,7 +72,7 @@ def checkpointed(
     # Run all chunks. values: the leaves of `inputs`. Return the leaves of the results.
     def forward(*values: mx.array) -> list[mx.array]:
         tree = filled(inputs, values)
-        state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], K), {}, {}
+        state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], T, K), {}, {}
         for start in order:
             starts[str(start)] = state
             # Make all inputs of this chunk wait for the state. Products of the input alone do not depend on the state,
@@ -88,7 +88,7 @@ def checkpointed(
     def backward(primals: Any, cotangents: Any, results: Any) -> list[mx.array]:
         tree, (_, _, starts) = filled(inputs, primals), filled(structure[0], results)
         d_whole, d_state, d_starts = filled(structure[0], cotangents)
-        pieces, d_outputs = in_pieces(tree["sequences"], K), in_pieces(d_whole, K)
+        pieces, d_outputs = in_pieces(tree["sequences"], T, K), in_pieces(d_whole, T, K)
         shared = {name: tree[name] for name in ("parameters", "modules")}
         d_pieces, d_shared = {}, mapped(mx.zeros_like, shared)
         for start in reversed(order):
@@ -177,13 +177,13 @@ def filled(tree: Any, values: Any) -> Any:
     return tree_map(lambda leaf: None if leaf is None else next(following), tree)
 
 
-def in_pieces(tree: Any, K: int) -> list[Any]:
+def in_pieces(tree: Any, T: int, K: int) -> list[Any]:
     """Split all arrays [T, ...] of a tree into pieces of K steps. Return a list with one tree per piece."""
-    arrays = leaves(tree)
-    bounds = list(range(K, len(arrays[0]), K)) if arrays else []
+    bounds = list(range(K, T, K))
     # This uses mx.split instead of array[start:stop], whose gradient is an array of all T steps for each piece.
-    pieces = [mx.split(array, bounds) for array in arrays]
-    return [filled(tree, each) for each in zip(*pieces, strict=True)]
+    pieces = [mx.split(array, bounds) for array in leaves(tree)]
+    # Not zip(*pieces): a tree of outputs may have no array, and still has one piece for each chunk.
+    return [filled(tree, [piece[n] for piece in pieces]) for n in range(len(bounds) + 1)]
 
 
 def waiting(tree: Any, before: Any) -> Any:
@@ -216,6 +216,7 @@ def captured_modules(step: Any) -> list[nn.Module]:
         """Search one object that the user's function `step` captures: collect the modules in it, and raise an error
         if it contains an array of floats. `name`: what the error text calls the object. depth: how many objects lie
         between; the user's function itself has 0. DEEPEST: the deepest that is searched."""
+        # A class or a Python module holds much that the step does not use: `reached` below finds what it uses of them.
         if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)):
             return
         seen.add(id(value))

@@ -3,7 +3,7 @@
 One child serves all trials of a process, because starting a process takes seconds and the child remembers which
 kernels it has already found correct. The code that runs in the child is `_judge.main`. A `Trial` describes a test run:
 its engine, and a text that the child gets. A verdict is the result of a trial; `verdicts` stores it. A child hung if it
-gave no answer in time; ChildError says how a child ended.
+gave no answer in time, and `_hung` is {engine: reason} of those; ChildError says how a child ended.
 """
 
 import re
@@ -82,11 +82,11 @@ def hung(engine: str) -> str | None:
         return _hung[engine]
     if _hung:  # one of another engine
         return f"a trial of engine {next(iter(_hung))!r} hung in this process, so it tries no other kernels"
-    return verdicts.find(hang_of(engine))
+    return verdicts.find(key_of_hang(engine))
 
 
-def hang_of(engine: str) -> str:
-    """Return the name under which `verdicts` stores that kernels of an engine hung."""
+def key_of_hang(engine: str) -> str:
+    """Return the key under which `verdicts` stores that kernels of an engine hung."""
     return f"hang of {engine}"
 
 
@@ -174,12 +174,13 @@ class Attempt:
 
     def note_hang(self, text: str) -> None:
         """Append the verdict that the kernels of the current trial, which gave no answer, are refused. If the child had
-        begun, the machine tries no more kernels of this engine for a day. This process tries no kernels at all."""
+        begun, the machine tries no more kernels of this engine for a day. This process tries no kernels at all. text:
+        such as "no answer after 20 seconds"."""
         engine = self.trials[0].engine
         reason = f"its trial on this machine {'gave' if self.began else 'did not begin:'} {text}"
         _hung[engine] = reason
         if self.began:
-            verdicts.record(hang_of(engine), reason, "day")
+            verdicts.record(key_of_hang(engine), reason, "day")
         self.verdicts.append(Verdict(reason, "day" if self.began else "process"))
 
     def note_end(self, end: ChildError) -> None:

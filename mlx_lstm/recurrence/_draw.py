@@ -28,7 +28,7 @@ WIDTH = 3
 """The number of input features of x in a trial with float weights."""
 
 LARGEST = 100.0
-"""Limit on the absolute values of all outputs of a trial, far below 65,504, where float16 overflows."""
+"""Limit on the absolute values of all results of a trial, far below 65,504, where float16 overflows."""
 
 HALVINGS = 30
 """The most times that `draw` halves the random terms. If a preactivation is then still near a kink of its activation (a
@@ -62,12 +62,12 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
 
 
 def is_smooth(case: Case) -> bool:
-    """Return whether all outputs of a case are smaller than LARGEST, and no argument is so near to a kink or to a
-    comparison in the cell that rounding could move it across: a few roundings, at most 16 eps. A cell written by the
-    user may be steep, as a logarithm near 0. So its gradients must be small, too."""
+    """Return whether all outputs of a case are smaller than LARGEST, and no argument of an activation or comparison in
+    the cell is within 16 eps of a point where the result or its slope jumps: rounding could move it across. A cell
+    written by the user may be steep, as a logarithm near 0. So its gradients must be small, too."""
     with np.errstate(all="ignore"):  # unbounded activations may overflow float64
         results = case.results(Rounding(np.float64))
-        if case.op == "pointwise":
+        if case.op == "pointwise":  # with cotangents the results contain the gradients, too
             ones = {name: np.ones_like(array) for name, array in results.items()}
             results = case._replace(cotangents=ones).results(Rounding(np.float64))
         is_small = all(largest(array) < LARGEST for array in results.values())
@@ -76,7 +76,9 @@ def is_smooth(case: Case) -> bool:
 
 def values_for_own_cell(problem: Problem, rng: np.random.Generator, attempt: int) -> Tensors:
     """Return random arrays for a cell written by the user, smaller ones in each attempt. Every second attempt has
-    positive states, inputs and parameters, because the cell may compute their logarithms or roots."""
+    positive states, inputs and parameters, because the cell may compute their logarithms or roots. "inputs": what the
+    cell itself reads at each step, beside the preactivations that come from x."""
+    # 0.7: the first standard deviation; 0.9: the factor of each further attempt; 0.5: the distance from 0.
     shapes = shapes_of(problem)
     values = {name: rng.normal(0, 0.7 * 0.9**attempt, shape) for name, shape in shapes.items()}
     for name in {"Wx", "Wh"} & values.keys():
@@ -132,13 +134,14 @@ def is_never_negative(activation: str) -> bool:
 
 def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.random.Generator) -> tuple[Tensors, Array]:
     """Return (parts, steer) for clips that stop gradients: some values are clipped, and none comes near a limit, where
-    the gradient jumps. `without_numbers` chooses the limits: for |h| 0.297, for |c| the geometric mean of the |c| after
-    the first step, from c0 = 0, and of the |c| after the second step without a clip.
+    the gradient jumps. `without_numbers` (`_trial`) chooses the limits: for |h| 0.297, for |c| the geometric mean of
+    the |c| after the first step, from c0 = 0, and of the |c| after the second step without a clip.
 
-    c begins near 0. It is below its limit after the first step and above it later, with the sign of the candidate's
-    offset. All preactivations are about 0.6 (STEER) times `signs`. The numbers of one row of Wp have these signs, too,
-    so that the projected h is a mean of positive numbers, 0.1 or 3 times as large for every second row. So the clip of
-    h changes every second row. signs [D, G H]: the signs of the offsets."""
+    c begins near 0, and the factors `keep` are near 1. So c is below its limit after the first step and above it later,
+    with the sign of the candidate's offset. All preactivations are about 0.6 (STEER) times `signs`. The numbers of one
+    row of Wp have these signs, too, so that each number of the projected h is a mean of positive numbers times 0.1 or,
+    for every second row of Wp, times 3. For example, a mean of 0.2 gives 0.02 and 0.6: the second one is clipped to
+    0.297. signs [D, G H]: the signs of the offsets."""
     cell, D, H = problem.cell, problem.directions, problem.H
     steer = signs * rng.uniform(STEER - 0.02, STEER + 0.02, signs.shape)
     of_c = signs[:, cell.block("g", H)]
@@ -158,10 +161,11 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the float arrays for a test run of kernels: a dict by name, in the order of the problem's
     names. A weight that will be quantized has the shape of its float matrix. Letters: T steps, B items, H units, P the
     width of h, D directions, G gates. own: the first axis of arrays with one entry per direction. cell.carried: the
-    states besides h. masks_differ: whether each step has its own mask."""
-    T, B, H, P = problem[:4]
+    states besides h. masks_differ: whether each step has its own mask. All four gates have peepholes. "inputs": what
+    a user's cell reads at each step besides the preactivations."""
+    T, B, H, P = problem[:4]  # its first fields
     D, G, own = problem.directions, problem.cell.gates, (2,) if problem.bidirectional else ()
-    # width: the features of x. A row of a quantized Wx is at least one group.
+    # width: the features of x, WIDTH unless Wx is quantized: a row of it is at least one group.
     width = problem.packing.group_size if problem.packing and is_packed("Wx", problem.names) else WIDTH
     shapes: dict[str, tuple[int, ...]] = {
         "x": (T, B, width if "Wx" in problem.names else D * G * H),
@@ -197,8 +201,8 @@ def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def zeros(problem: Problem) -> dict[str, mx.array]:
-    """Return arrays of zeros for a test run of kernels. They have the shapes and dtypes of the random arrays of this
-    test run, so the same kernels run."""
+    """Return arrays of zeros, with which the kernels of a test run are listed without drawing its random arrays. Their
+    shapes and dtypes are the same, and only these decide which kernels run."""
     arrays = {name: mx.zeros(shape, problem.dtype) for name, shape in shapes_of(problem).items()}
     return quantized(problem, arrays)
 
@@ -214,12 +218,12 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
 
 def scaled(problem: Problem, parts: Tensors, scale: float) -> Tensors:
     """Return the arrays of a case, from the random arrays of `draw_parts`. Its array `steer` is a constant that is
-    added to each preactivation, so that the activations stay away from their kinks. scale: a factor on all other terms
-    of the preactivations."""
+    added to each preactivation, [D G H], so that the activations stay away from their kinks. scale: a factor on all
+    other terms of the preactivations."""
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale
-    if "Wx" in values:
+    if "Wx" in values:  # feature 0 of x becomes 1, so its column of Wx is added to the preactivations
         values["x"][..., 0], values["Wx"][:, 0] = 1.0, parts["steer"]
     else:
         values["x"] = scale * values["x"] + parts["steer"]
@@ -230,14 +234,14 @@ def case_of(problem: Problem, values: Tensors) -> tuple[Case, dict[str, mx.array
     """Return (case, arrays): the case for the float64 oracle, and the MLX arrays, rounded to the problem's dtype."""
     cell, arrays = problem.cell, {name: to_mlx(value, problem.dtype) for name, value in values.items()}
     call: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
-    if problem.packing:
+    if problem.packing:  # the oracle gets the dequantized matrix, and how large its rounding errors may be
         arrays = quantized(problem, arrays)
         call |= {name: matrix_for_oracle(problem.packing, arrays, name) for name in call if is_packed(name, arrays)}
-    if "lengths" in problem.names:
+    if "lengths" in problem.names:  # T, T - 1, ... 0, and again from T on
         call["lengths"] = np.array([problem.T - n % (problem.T + 1) for n in range(problem.B)])
     if isinstance(cell, PointwiseCell):
         options = {"op": "pointwise", "graph": cell.graph, "norm": cell.norm}
-    else:
+    else:  # the fields of a cell have the names of the oracle's options, except for the activation of a plain RNN
         options = {"activation": cell.activations[-1], "norm": cell.norm} if cell.op == "rnn" else cell._asdict()
         options |= {"op": cell.op, "bidirectional": problem.bidirectional}
     return Case(call | options | {"reverse": problem.reverse}, dtype=dtype_word(problem)), arrays

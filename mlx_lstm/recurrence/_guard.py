@@ -44,7 +44,7 @@ def guarded(
     it. The engine is `chosen`, or another one if `chosen` is refused.
 
     best: a function that chooses again without the `refused` engines. It raises ValueError if the caller forced one
-    of them. divided: a function that completes a problem with the options of an engine.
+    of them. divided: a function that adds to a problem how an engine divides its sequence in time.
     """
     refused: dict[str, str] = {}  # {engine: reason}
     if _unguarded:
@@ -79,6 +79,7 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
         return None
 
     # names: the outputs that have a cotangent. USUAL: h alone, whose kernels were tested before the forward pass.
+    # Without training every loss runs the same backward kernels, which were tested before the forward pass, too.
     def refused(names: tuple[str, ...]) -> str:
         if names == USUAL or not problem.training:
             return ""

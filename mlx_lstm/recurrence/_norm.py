@@ -189,8 +189,9 @@ def first_value(name: str, shape: list[int]) -> mx.array:
 
 
 def norm_given(norm: NormOptions, arrays: Mapping[str, Any]) -> Norm:
-    """Return the `Norm` that a user would write for these options of an engine: the reverse of `options_of`. arrays:
-    those of a call, by names such as "norm_scale"; the `Norm` gets those that belong to it, as its fields."""
+    """Return the `Norm` that a user would write for these options of an engine: the reverse of `options_of`. A layer
+    shows it in its text, and passes it to `pointwise`. arrays: those of a call, by names such as "norm_scale"; the
+    `Norm` gets those that belong to it, as its fields."""
     # OF: {the user's word: the engines' word}. NAMES: {field of `Norm`: name in a call}.
     of = next(users_word for users_word, engines_word in OF.items() if engines_word == norm.of)
     given = {field: arrays[in_call] for field, in_call in NAMES.items() if in_call in arrays}

@@ -45,10 +45,10 @@ class OwnCell(NamedTuple):
     op = OP
 
     def traced(self, B: int, H: int, dtype: mx.Dtype, inputs: int = 0) -> PointwiseCell:
-        """Return the cell for states [B, H] and arrays of this dtype: its graph, which the function `traced` reads from
-        the user's function. inputs: the number of inputs of each step. apart: whether the function gets the input's
-        and the recurrent part of a preactivation separately. The graph has no dtype but for float64: engines compute
-        16-bit arrays in float32, too. Raise ValueError if the function does not take so many arguments."""
+        """Return the cell for states [B, H] and arrays of this dtype, with its graph, which `cell_tracer.traced` reads
+        from the user's function. inputs: the number of inputs of each step. The graph is traced in float64 for arrays
+        of float64, else in float32, in which engines also compute 16-bit arrays. Raise ValueError if the function does
+        not take so many arguments."""
         try:
             # 2: a and state, the first arguments.
             signature(self.function).bind(*[None] * (2 + inputs + self.params))
@@ -170,7 +170,9 @@ def pointwise(
     each = check_sequences_of(inputs, x, H * D)
     numbers = check_params(params, H * D)
     arrays: dict[str, Any] = {"x": x, "Wx": Wx, "Wh": Wh, "b": b, "h0": states[0], "mask": mask, "keep": keep}
-    gates = gates_of(x, Wx, Wh, D * H, apart)
+    gates = gates_of(x, Wx, H, D)
+    if apart and Wh is None:
+        fail(OP, "apart must be False where Wh is None, as there is no recurrent part", "True")
     if Wh is None and mask is not None:
         fail(OP, "mask must be None where Wh is None", "an array")
     # counts: how many gates, states, inputs and params the function gets. graph: its operations, found by calling it.
@@ -248,19 +250,17 @@ def check_params(params: Any, width: int) -> list[mx.array]:
     return [mx.broadcast_to(array, (width,)) for array in arrays]
 
 
-def gates_of(x: mx.array, Wx: Any, Wh: Any, width: int, apart: bool) -> int:
+def gates_of(x: mx.array, Wx: Any, H: int, D: int) -> int:
     """Check the shape of Wx or, without Wx, of x, which is then already projected. Return G, the number of gates per
-    unit. width: the number of units of all directions. Wx must have G * width rows; without Wx, x must have G *
-    width features."""
+    unit. Wx must have D G H rows; without Wx, x must have D G H features. D: the number of directions."""
+    GH = "G H" if D == 1 else "2 G H"
     if Wx is not None:
-        check_array(OP, "Wx", Wx, ["G H", x.shape[-1]], x.dtype)
+        check_array(OP, "Wx", Wx, [GH, x.shape[-1]], x.dtype)
     rows = x.shape[-1] if Wx is None else Wx.shape[0]
-    if rows == 0 or rows % width:
-        name = "x must have G H features, as Wx is None," if Wx is None else "Wx must have G H rows"
-        fail(OP, f"{name} with H = {width} as in state[0]", rows)
-    if apart and Wh is None:
-        fail(OP, "apart must be False where Wh is None, as there is no recurrent part", "True")
-    return rows // width
+    if rows == 0 or rows % (D * H):
+        rule = f"x must have {GH} features, as Wx is None," if Wx is None else f"Wx must have {GH} rows"
+        fail(OP, f"{rule} with H = {H} as in state[0]", rows)
+    return rows // (D * H)
 
 
 def side_by_side(arrays: list[Array], D: int) -> Array | None:

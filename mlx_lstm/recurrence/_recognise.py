@@ -421,8 +421,8 @@ class Trial:
             raise StepError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def run(self, form: Form, x: mx.array, *states: mx.array) -> tuple[list[mx.array], list[mx.array]]:
-        """Run the user's step. Return the new states, h or h and c, and all other arrays [B, H] that it returns. form:
-        how it takes and returns the states; x, states: its arguments, h before c."""
+        """Run the user's step. Return the new states, h or h and c, and all other arrays [B, H] that it returns, which
+        must be h. form: how it takes and returns the states; x, states: its arguments, h before c."""
         arrays, stop = self.arrays(form.call, x, *states), form.at + form.states
         found, rest = arrays[form.at : stop], arrays[: form.at] + arrays[stop:]
         if [array.shape for array in found] != [states[0].shape] * form.states:
@@ -463,8 +463,8 @@ def double(array: mx.array) -> np.ndarray:
 
 def parameters_of(node: Any, title: str, seen: set[Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (title, owner, key) for each float array in a tree of modules, dicts and lists. The array is owner[key];
-    the title is the Python code for it, such as "self.layers[0].weight". An array that is reached twice is yielded
-    once."""
+    the title is the Python code for it, such as "self.layers[0].weight", which begins with the argument `title`, the
+    code for `node`. seen: the ids of the dicts and lists that were searched, none of which is searched again."""
     items: Any = enumerate(node) if isinstance(node, list) else node.items()
     for key, child in items:
         of_module = isinstance(node, nn.Module)
@@ -529,8 +529,9 @@ OTHERS += [Way("rnn", {"activation": word}) for word in ("tanh", "relu", "sigmoi
 
 
 def ways_of(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
-    """Yield the hypotheses on the formula of the cell that give nearly its states after a step with all parameters 0.
-    With each comes a text on a number that could not be read, or ""."""
+    """Yield the hypotheses on the formula of the cell that give nearly its states after a step with all parameters 0:
+    those of `lstm_ways` for a cell with the states h and c, else OTHERS, those of a GRU or a plain RNN. With each comes
+    a text on a number that could not be read, or ""."""
     got = trial.new(form)
     for way, text in lstm_ways(trial, form) if form.states == 2 else [(way, "") for way in OTHERS]:
         want = computed(way, trial, {})  # {}: all weights are 0
@@ -604,11 +605,12 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
     parts: dict[Part, list[int]] = {}
     gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]  # those whose weights have an effect alone
     # Blocks are called by their numbers here. parts: the blocks found for each gate and kind. rest: the blocks that
-    # belong to no gate yet. effects: those of them that have an effect.
+    # belong to no gate yet. effects: those of them that change the states, for the warning.
     rest, effects = list(range(len(trial.blocks))), set[int]()
 
     def assign(gates: list[str], known: dict[Part, int]) -> None:
-        """Assign the blocks in `rest` that have the effect of one of the gates while the `known` blocks are not 0."""
+        """Move the blocks from `rest` to `parts` that have the effect of one of the gates while the `known` blocks are
+        not 0. Add to `effects` the blocks that have another effect."""
         for n in list(rest):
             part, effect = part_of(way, trial, form, n, gates, known)
             if part:
@@ -626,8 +628,9 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
     found = {part: [trial.blocks[n] for n in blocks] for part, blocks in parts.items()}
     views = {block.view_key for blocks in found.values() for block in blocks}
     titles = {block.title for blocks in found.values() for block in blocks}
-    # others: blocks with an effect that fits no gate. Their code is returned if they belong to a view that was found,
-    # or else to a parameter of which no other view was found.
+    # others: blocks with an effect that fits no gate. If other rows of the same view belong to gates, their code is
+    # returned, such as "self.weight[4:8]". If no view of the parameter does, its title is. Blocks of a wrong view, such
+    # as the transpose of a matrix that belongs to gates, are left out.
     others = [trial.blocks[n] for n in sorted(effects - {n for blocks in parts.values() for n in blocks})]
     texts = [sliced(each, trial.H) for each in others if each.view_key in views]
     return found, texts + sorted({each.title for each in others if each.title not in titles})
@@ -739,6 +742,7 @@ def joined(blocks: list[list[Block]], order: str, shape: tuple[int, ...]) -> Exp
     H = shape[0]
     # If the blocks together are whole parameters, in the gate order of the call, the code needs no slices, such as
     # "ih.bias + hh.bias". Test this: each entry of `columns` has one block of every gate, which may be one parameter.
+    # `whole` returns all rows of a block's view; `sliced` returns the code for the rows of one block.
     columns = list(zip(*blocks, strict=True)) if len({len(each) for each in blocks}) == 1 and blocks[0] else []
     if columns and all(order_of([[block] for block in column], order) == order for column in columns):
         firsts = [column[0] for column in columns]
@@ -816,13 +820,14 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     if not all(found) or (by_x and trial.D == 1):
         return way.options["forget_bias"] == 0
     (f,), (i,), (g,) = found
-    # z: 1001 preactivations around 0. a: the weight of block g, so that the candidate is tanh(a).
+    # z: 1001 preactivations around 0, 1e-9 apart. They cross several edges of the staircase, whose steps are 1e-7 to
+    # 3e-7 wide there. a: the weight of block g, so that the candidate is tanh(a), below a usual limit on c.
     z, H, a = np.linspace(-5e-7, 5e-7, 1001), trial.H, 0.01
 
     def new_c(blocks: list[Block], x: np.ndarray, c: float) -> np.ndarray:
         """Return the new c [rows, H] after a step in which all weights are 0 except for one column of each of these
         blocks, or all of a bias: these are 1, those of g are `a`. x [rows]: the first feature, which f and i read; g
-        reads the second feature or the first unit of h, both 1. c: all numbers of c before the step."""
+        reads the second feature (`by_x`) or the first unit of h, both 1. c: all numbers of c before the step."""
         arrays = {title: np.zeros(shape) for title, shape in trial.shapes.items()}
         for block in blocks:
             rows = block.view(arrays[block.title])[block.row * H : (block.row + 1) * H]
@@ -830,9 +835,11 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
             column = int(block is g and by_x)
             (rows[:, column] if rows.ndim == 2 else rows)[:] = a if block is g else 1
         trial.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})
-        first = np.zeros((len(x), trial.D)), np.zeros((len(x), H)), np.full((len(x), H), c)
-        first[0][:, 1:2], first[0][:, 0], first[1][:, 0] = 1, x, 1
-        return double(trial.run(form, *[mx.array(array, mx.float64) for array in first])[0][1])
+        x_in, h_in, c_in = np.zeros((len(x), trial.D)), np.zeros((len(x), H)), np.full((len(x), H), c)
+        x_in[:, 0], h_in[:, 0] = x, 1
+        x_in[:, 1:2] = 1  # no column if x has one feature
+        states, _ = trial.run(form, *[mx.array(array, mx.float64) for array in (x_in, h_in, c_in)])
+        return double(states[1])
 
     # value: the candidate g, because sigmoid(100) is 1. of_f: sigmoid(z) g by gate f. of_i: the same by gate i.
     value = new_c([i, g], np.array([100.0]), 0.0)

@@ -123,8 +123,8 @@ def recurrent(
         old state, and 0 as the output.
         """
         x, live, before = sequences
-        # x_at, live_at, before_at: the same by step. own: the third argument of the user's function, if there is one.
-        own = () if parameters is None else (parameters,)
+        # x_at, live_at, before_at: the same by step. third: (the third argument of the user's function), or ().
+        third = () if parameters is None else (parameters,)
         x_at = tree_map(lambda array: by_time(array if live is None else of_live(live, array)), x)
         arrays: Any = tree_flatten(x)  # pairs (key, array)
         steps = len(arrays[0][1])  # of this chunk
@@ -132,13 +132,14 @@ def recurrent(
         before_at = None if before is None else by_time(before)
 
         def at(t: int, state: Any) -> tuple[Any, Any]:
-            """Run the user's step t of this chunk, and check what it returns."""
-            state = state if before_at is None else times(before_at[t], state)
+            """Run the user's step t of this chunk, and check what it returns: the state must have the form of the first
+            one, the output that of all outputs so far."""
+            state = state if before_at is None else multiplied(before_at[t], state)
             # The tree of x at step t: x gives the structure, x_at a list of steps in the place of each array.
             given = tree_map(lambda _, rows: rows[t], x, x_at), state
             # live_at[t]: the items that run this step, or None for all. `only_live` makes the step's derivatives 0 for
             # the others.
-            results = step(*filled(given, only_live(live_at[t], leaves(given))), *own)
+            results = step(*filled(given, only_live(live_at[t], leaves(given))), *third)
             if not isinstance(results, tuple) or len(results) != 2:
                 fail(OP, "step must return a tuple of two, (output_t, state),", shown(results))
             output, state = results
@@ -146,7 +147,7 @@ def recurrent(
             if new_form != state_form:
                 fail(OP, f"step must return a state like the first, {state_form},", f"{new_form} {where}")
             forms.append(form(output, "the output of step", (B,)))
-            if forms[-1] != forms[0]:  # forms: those of all outputs so far
+            if forms[-1] != forms[0]:
                 fail(OP, f"step must return output of the same form each time, {forms[0]},", f"{forms[-1]} {where}")
             return output, state
 
@@ -160,7 +161,7 @@ def recurrent(
     else:
         outputs, last = checkpointed(run, every, step, sequences, state, parameters, reverse)
     # The factors of held steps after the last step that ran still act on the state.
-    return outputs, last if after is None else times(after[0 if reverse else -1], last)
+    return outputs, last if after is None else multiplied(after[0 if reverse else -1], last)
 
 
 def over_steps(
@@ -186,7 +187,7 @@ def over_steps(
     return live, before, after
 
 
-def times(keep: Array, state: Any) -> Any:
+def multiplied(keep: Array, state: Any) -> Any:
     """Multiply each array of a state by `keep` [B], one factor per batch item."""
     return tree_map(lambda array: array * keep.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype), state)
 

@@ -168,6 +168,7 @@ class Stepper:
             ValueError: x or keep breaks a rule, or the call is inside a transformation of MLX.
         """
         is_numpy = isinstance(x, np.ndarray)
+        # The type and the shape are tested here first, because a call of `_check` takes longer.
         if not (is_numpy or isinstance(x, mx.array)) or x.shape != self._shape:
             self._check(x)
         if is_transforming():
@@ -179,7 +180,7 @@ class Stepper:
         if self._inputs or not isinstance(inputs, (tuple, list)) or inputs:
             more["inputs"] = self._whole_inputs(inputs)
         if not self._on_numpy:
-            self._check(x)  # also its dtype, which below NumPy's cast checks without taking time
+            self._check(x)  # the dtype. On `numpy` only a failed cast needs this check, which takes time
             h = self._stream(x, **more)
             return as_numpy(h) if is_numpy else h
         try:
@@ -289,6 +290,7 @@ class Stepper:
 
     def _prepare_again(self) -> None:
         """Read the changed parameters, check them and choose an engine again. The states stay as they are."""
+        # Make another stepper first: if that raises an error, this one is unchanged, and a later call tries again.
         new = Stepper(
             self._op, self._read, self._holders, batch=self._batch, is_stack=self._is_stack, inputs=self._inputs
         )
@@ -389,8 +391,9 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
     """Check the parameters of one layer, which have one dtype, and choose the engine for steps of B batch items. cell:
     the layer's cell; an `OwnCell` is traced here. engine: the engine that the user forces, or None. inputs: the number
     of inputs of each step that a cell of the user's own reads."""
+    # shape: also of a `Quantized` weight it is that of the float matrix. P: the width of h.
     Wx, dtype = parameters["Wx"], common_dtype(parameters.values())
-    H = Wx.shape[0] // cell.gates  # units; P: the width of h
+    H = Wx.shape[0] // cell.gates
     P = parameters["Wh"].shape[-1] if "Wh" in parameters else H
     traced = cell.traced(B, H, dtype, inputs) if isinstance(cell, OwnCell) else cell
     arrays = parameters | {"x": mx.zeros((B, Wx.shape[-1]), dtype), "h0": mx.zeros((B, P), dtype)}

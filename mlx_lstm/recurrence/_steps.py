@@ -72,7 +72,7 @@ def hold_array(op: str, hold: Any) -> mx.array:
         try:
             array = mx.array(np.asarray(hold))
         except (ValueError, RuntimeError):  # rows of different lengths, text or objects
-            fail(op, "hold must be bool or integers, each row of as many,", hold)
+            fail(op, "hold must be bool or integers, in rows of equal length,", hold)
     if array.dtype != mx.bool_ and not mx.issubdtype(array.dtype, mx.integer):
         fail(op, "hold must be bool or integers", array.dtype)
     return check_flags(op, "hold", array)
@@ -164,8 +164,8 @@ class Steps(NamedTuple):
         return order, (times < live.astype(mx.int32).sum(axis=0))[..., None]  # the sum: how many steps of an item run
 
     def saved(self, saved: Arrays) -> Arrays:
-        """Return the outputs that the forward pass saved in the order in which the engine computed them. With the
-        option `hold` (steps that leave the state unchanged) an engine computes only the other steps. So these are
+        """Convert the outputs that the forward pass saved to the order of steps in which the engine computed them. With
+        the option `hold` (steps that leave the state unchanged) an engine computes only the other steps. So these are
         moved to the front of each sequence, and zeros fill the rest."""
         if self.hold is None:
             return saved
@@ -185,8 +185,8 @@ class Steps(NamedTuple):
         for name in ("h", "c"):
             if name not in inner:
                 continue
-            whole = mx.swapaxes(inner[name], 0, 1) if self.batch_first else inner[name]  # [T, B, .]
-            parts = []  # the states of each direction at all time indices
+            whole = self.swapped(inner[name])  # [T, B, .]
+            parts = []  # the states of each direction at all time indices; `part` takes those of direction d
             for d, back in enumerate(self.backwards):
                 first = arrays.get(f"{name}0")  # h0 or c0
                 first = mx.zeros((self.B, whole.shape[-1]), whole.dtype) if first is None else first
@@ -199,8 +199,8 @@ class Steps(NamedTuple):
             whole = mx.concatenate(parts, axis=-1)
             if self.lengths is not None:  # 0 after the end of an item; the first two arguments mean "each step itself"
                 whole = self.or_zero(whole, mx.arange(self.T)[:, None], self.alive())
-            outputs[name] = self.in_call(whole)
-        if "gates" in inner:
+            outputs[name] = self.swapped(whole)
+        if "gates" in inner:  # [T, B, .]: no call with `batch_first` returns gates
             # The n-th step that ran is in the engine's output at index n - 1. A step that did not run has gates 0.
             outputs["gates"] = None if inner["gates"] is None else self.or_zero(inner["gates"], ran - 1, live)
         return outputs
@@ -234,15 +234,16 @@ class Steps(NamedTuple):
         """Return direction d's part of an array that has both directions side by side on its last axis."""
         return array if len(self.backwards) == 1 else half(array, d)
 
-    def in_call(self, sequence: Array) -> Array:
-        """Return a sequence [T, B, .] in the axis order of the call, which is [B, T, .] with `batch_first`."""
+    def swapped(self, sequence: Array) -> Array:
+        """Return a sequence with its first two axes swapped if `batch_first`: from the call's [B, T, .] to [T, B, .] or
+        back."""
         return mx.swapaxes(sequence, 0, 1) if self.batch_first else sequence
 
     def whole_keep(self, arrays: Arrays) -> Array:
         """Return `keep` as [T, B, D], with 1 where an item has ended."""
         keep = arrays["keep"].astype(arrays["x"].dtype)
         keep = keep[..., None] if keep.ndim == 2 else keep
-        keep = mx.broadcast_to(self.in_call(keep), (self.T, self.B, len(self.backwards)))
+        keep = mx.broadcast_to(self.swapped(keep), (self.T, self.B, len(self.backwards)))
         return keep if self.lengths is None else mx.where(self.alive()[..., None], keep, 1)
 
     def each_direction(self, keep: Array, live: Array, which: int) -> Array:

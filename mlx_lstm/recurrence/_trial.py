@@ -105,7 +105,8 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
-    # keep_size: the number of elements of the array `keep`. joins: whether launches join the arrays of several steps.
+    # keep_size: the number of elements of the array `keep` in the call; if it is below SMALL, the trial's must be, too.
+    # joins: whether launches join the arrays of several steps.
     joins, limits, keep_size = False, problem.limits, problem.T * problem.B * problem.directions
     if engine == "fused" and fused.runs_apart(problem):  # each direction in launches of its own
         problem, keep_size = problem._replace(bidirectional=False), problem.T * problem.B
@@ -114,6 +115,8 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         if len(fused.division(problem, problem.masks_differ)) > 1:  # several launches
             limits = limits._replace(launch_steps=2)
         rows = rows_of(problem)
+        # B: more than `rows`, so that there are several threadgroups. The cut fixes the rows, so the trial does not say
+        # on which number of cores they depended.
         B, H, P = next((B for B in batches(problem) if rows < B), problem.B), problem.H, problem.P
         problem, limits = (
             problem._replace(cut=Cut(rows, problem.cut.spare if problem.cut else 0)),
@@ -142,13 +145,15 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 
 def without_matrices(engine: str, problem: Problem) -> Problem | None:
     """Return the problem such that this engine computes it without 8 x 8 matrices, which some virtual GPUs lack. Return
-    None if its kernels multiply none. A threadgroup multiplies them if it computes 8 batch items (rows) or more."""
+    None if its kernels multiply none. A threadgroup multiplies them if it computes 8 batch items (rows) or more.
+    `stepwise` has two products: the gates of a step (`forward_tile`), and all others (`tile_of`)."""
     if engine == "stepwise":
         found = max(forward_tile(problem)[0], tile_of(problem, problem.H)[0]) >= 8  # [0]: the rows of a tile
     else:
         as_read = fused.readable(problem, problem.names, problem.dtype)  # no packing if kernels get float weights
         found = fused.tiling_of("forward", as_read, as_read.dtype).matrices
     spare = problem.cut.spare if problem.cut else 0  # registers that stay free
+    # 4: the most rows of a threadgroup without such matrices.
     return problem._replace(cut=Cut(rows=4, spare=spare)) if found else None
 
 
@@ -187,11 +192,12 @@ def without_numbers(cell: AnyCell) -> AnyCell:
         cell = cell._replace(norm=cell.norm._replace(eps=EPS))
     if not isinstance(cell, LSTMCell):
         return cell
-    clip, of_h, bias = 0.5, 0.5, -0.25
+    clip, of_h, bias = 0.5, 0.5, -0.25  # any numbers do, as no gradient jumps at these limits
     if cell.clip_gradient == "zero":
         # No number may come near a limit, where the gradient jumps. `_draw` draws preactivations of about STEER, and a
         # c0 of about 0. So c is i g after the first step, and i g (1 + f) after the second one without a clip. Between
-        # the two lies the limit. It is a multiple of 1/128, which 16-bit dtypes have.
+        # the two lies the limit: their geometric mean i g sqrt(1 + f), rounded to a multiple of 1/128, which 16-bit
+        # dtypes have. A positive forget bias makes f larger, so the two lie further apart.
         bias = 0.25
         i, f, g = (gate_at_steer(cell, gate, bias if cell.forget_bias else 0.0) for gate in "ifg")
         clip, of_h = round(128 * i * g * (1 + f) ** 0.5) / 128, LIMIT_OF_H
@@ -231,11 +237,12 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     wanted = tiles(problem, problem.H, problem.P)
     problem = in_one_direction(problem)
 
-    def smallest(width: int, weight: str) -> int:
+    def smallest_width(width: int, weight: str) -> int:
         """Return the width (H or P) of the trial: the smallest one that leaves the same remainder modulo 32 as
         `width`, so that the kernels handle their edges in the same way. If the weight is quantized, the width is a
         whole number of groups."""
         group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
+        # Fewer than SMALL units may put an array in another address space than that of the call.
         least = width % 32 + (32 if width % 32 < SMALL else 0)
         if group > 1 and stepwise_rows(problem.B, problem.cut) < 8:
             # If a threadgroup computes fewer than 8 batch items, a loop in the kernel reads 128 or 256 quantized
@@ -244,10 +251,11 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
             least += 256 if width > 256 else 128 if width > 128 else 0
         return next((w for w in range(least, width, 32) if w % group == 0), width)
 
-    H = smallest(problem.H, "Wp" if "Wp" in problem.names else "Wh")  # the weight whose rows are H long
-    P = smallest(problem.P, "Wh")
+    H = smallest_width(problem.H, "Wp" if "Wp" in problem.names else "Wh")  # the weight whose rows are H long
+    P = smallest_width(problem.P, "Wh")
     # A product has the largest tile that gives work to all cores. So a small batch has the tile of a large one if there
-    # are fewer cores.
+    # are fewer cores. Try the call's number of cores, then 1 to 2 B - 1; if the tiles still differ, the next B.
+    # stepwise_rows: the batch items of a threadgroup.
     for B in batches(problem):
         for cores in (problem.limits.cores, *range(1, 2 * B)):
             small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))

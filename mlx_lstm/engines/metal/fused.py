@@ -84,11 +84,12 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     for name in ("h0", "c0", "lengths"):
         if name in arrays:
             inputs[name] = arrays[name]
+    # In float32, as chunks pass it and as later launches get it (cT), so that one kernel reads all of them.
     if "c0" in inputs and isinstance(cell, PointwiseCell):
         inputs["c0"] = arrays["c0"].astype(mx.float32)
     # z: the input's part of the preactivations. If several launches read it, it is made contiguous for them.
     inputs["z"] = project(problem, arrays, launches=len(sweep.parts))
-    if cell.recurrent:
+    if cell.recurrent:  # a caller of many single steps passes `arranged`, which it made once
         inputs["arranged"] = arrays["arranged"] if "arranged" in arrays else arranged(problem, arrays, sweep)
     results = run(problem, sweep.parts, inputs, {"hT": "h0", "cT": "c0"})
     # No launch writes the gates of a cell that saves no numbers; the caller gets an empty array.
@@ -178,7 +179,7 @@ def backward_inputs(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
     for name in ("lengths", *(f"{state}0" for state in states_of(cell))):
         if name in arrays:
             inputs[name] = arrays[name]
-    if "c0" in inputs and isinstance(cell, PointwiseCell):
+    if "c0" in inputs and isinstance(cell, PointwiseCell):  # in float32, as in `forward`
         inputs["c0"] = arrays["c0"].astype(mx.float32)
     for name in cotangents:
         inputs[f"d{name}"] = cotangents[name]
@@ -323,10 +324,11 @@ def backward_sweep(
     """Return the launches of the backward pass for a call whose arrays and cotangents have these names. The first one
     runs the last steps. masks_differ: whether each step has its own mask. few: whether few launches can compute the
     weight gradients afterwards. product: whether the steps read q, the recurrent product of a GRU's candidate. saves_d:
-    whether the kernel also writes d_out, the gradients of the recurrent products, because they differ from dz, those of
-    the preactivations. there: whether a launch has each of its arrays (numbers: a clip of c that stops gradients needs
-    its limit); present: the names of those that the first launch has; later: the same for the others, which get the
-    gradients of the states (dhT, dcT) from the launch before."""
+    whether the kernel also writes d_out, the gradients of the recurrent products, which in such a GRU differ from dz,
+    those of the preactivations. If it does not, `gradients_after_sweep` computes them from dz and r. there: whether a
+    launch has each of its arrays (numbers: a clip of c that stops gradients needs its limit); present: the names of
+    those that the first launch has; later: the same for the others, which get the gradients of the states (dhT, dcT)
+    from the launch before."""
     cell, bare = problem.cell, readable(problem)
     few, product = is_plain(problem, names) and not isinstance(cell, PointwiseCell), takes_product(cell)
     saves_d = product and (few or norms.of_product(cell))
@@ -691,10 +693,10 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     and the registers to keep free, as a measurement chose them, or None to predict them. A lane reads weights in
     vectors of four: four weights or, if they are quantized, four 32-bit words of packed weights.
 
-    -(-a // b) is a / b, rounded up. lanes: how many share a unit, 1 or 4. wanted: the batch items that a threadgroup
-    shall have. lengths: see below. piece: so many terms of a sum are divided among lanes at once. slots: how many rows
-    of weights a lane works on. weights: how many vectors of four a lane has. one, vectors: the bytes of one buffer, and
-    whether there are two.
+    -(-a // b) is a / b, rounded up. lanes: how many share a unit, 1 or 4. group: the lanes that share `units` units.
+    wanted: the batch items that a threadgroup shall have. lengths: see below. piece: so many terms of a sum are divided
+    among lanes at once. slots: how many rows of weights a lane works on. weights: how many vectors of four a lane has.
+    one, vectors: the bytes of one buffer, and whether there are two.
     """
     cell, H, itemsize, packing = layer.cell, layer.H, layer.itemsize, layer.packing
     lanes, gates = lanes_of(cell), cell.gates
@@ -717,19 +719,21 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     else:
         # A group of 8 lanes (backward 16, where a unit has only one row) shares the rows of its units. A lane
         # takes 4 numbers of every `piece` of the operand, and multiplies them by the weights of all these rows.
-        units = 8 // lanes * (2 if backward and lanes > 1 else 1)
-        threads, piece = 32 * -(-(-(-H // units) * lanes * units) // 32), 4 * lanes * units
+        group = 16 if backward and lanes > 1 else 8
+        units, piece = group // lanes, 4 * group
+        groups = -(-H // units)
+        threads = 32 * -(-groups * group // 32)
         length = gates * H if backward else H
         one = 8 * piece * -(-length // piece)  # bytes of the double buffer of one batch item
         rows = rows_of(cell, sweep, min(wanted, 4, max(1, THREADGROUP_BYTES // one)), threads, packing is not None)
         slots = units * (1 if backward else gates)
         weights = slots * sum(-(-length // piece) for length in lengths)
-    if packing:
-        span, weights = packed_share(packing, H, lanes * units, slots)
-        lengths, itemsize = [span * lanes * units], 4
-        # If a lane has several quantization groups, it needs registers for the sums of one group (the first term). If a
-        # step has two products, a few values stay in registers between them (the second term).
-        more += slots * rows * (span > packing.group_size) + 8 * two_products(cell)
+        if packing:
+            span, weights = packed_share(packing, H, group, slots)
+            lengths, itemsize = [span * group], 4
+            # If a lane has several quantization groups, it needs registers for the sums of one of them (the first
+            # term). If a step has two products, a few values stay in registers between them (the second term).
+            more += slots * rows * (span > packing.group_size) + 8 * two_products(cell)
     one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
     vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2
     # The free registers hold resident vectors of 4 weights. A register has 4 bytes, so such a vector takes as many
@@ -769,9 +773,10 @@ def rows_for(layer: LayerSize) -> int:
     """
     if not layer.cell.recurrent:
         return 1
+    # widest: the largest H for 8 x 8 matrices; a 16-bit weight takes fewer registers, so it is larger for them.
     widest = WIDEST_MATRICES[layer.itemsize]
     fits = fits_matrices(layer.cell, layer.H) and widest >= layer.H
-    # At the largest H, in 4 * widest threads (32 for 8 units), an LSTM just has enough registers. So a thread needs at
+    # At H = widest, in 4 * widest threads (32 for 8 units), an LSTM just has enough registers. So a thread needs at
     # least as many as it has there, and those of a user's cell in addition.
     least = registers_of(4 * widest) + own_registers(layer.cell, rows=8)
     matrices = fits and layer.packing is None and registers_of(32 * -(-layer.H // 8)) >= least

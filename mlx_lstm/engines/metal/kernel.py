@@ -185,6 +185,7 @@ def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "
     """Return the source of a struct with these fields, and of a variable of this struct. fields: from each field's name
     to the Metal expression of its value (`fields_of`). name, variable: the names of the struct and of the variable.
     metal/arrays.metal explains the struct."""
+    # as_field: a declaration with which decltype gives the type of the array's pointer.
     # Fields have the names of the kernel's parameters. C++ forbids that such a name means the parameter in one place of
     # the struct and the field in another, so the types are named before the struct, outside of its braces.
     kinds = {field: "Absent" if value == "absent" else f"{name}_{field}" for field, value in fields.items()}

@@ -72,7 +72,8 @@ def numbers_before_sweep(problem: Problem, arrays: Arrays, saved: Arrays, h_in: 
     - norm_c_y [T, B, D H], norm_c_r [T, B, D]: the same for c
     - q [D, T, B, H], for a GRU with a norm: the candidate's normalised product
 
-    h_in [D, T, B, P]: the input of the recurrent product at each step. At steps past an item's end all but q are 0.
+    h_in [D, T, B, P]: the input of the recurrent product at each step. Past an item's end all are 0 except q, which is
+    computed from such zeros: it is finite there, and no gradient depends on it.
     """
     cell, D, lengths = problem.cell, problem.directions, arrays.get("lengths")
     found: Arrays = {}
@@ -188,10 +189,11 @@ def memory_of(cell: AnyCell, H: int, lanes: int, rows: int) -> int:
     read sums, so there are 32 places. With a norm of each gate 8 lanes read those of one gate: 4 norms of 16 places."""
     simdgroups = -(-H * lanes // 32)
     # every: every `every`-th lane has numbers of the same norm. It is 1 (all lanes), or with a norm per gate `lanes`.
-    # places: the pairs of each norm. The 32 // every lanes of a norm in a simdgroup divide the sums of all simdgroups
-    # among themselves, so their number is rounded up to a multiple of these lanes.
     every = lanes if norm_blocks(cell) > 1 else 1
-    gates = -(-cell.gates // lanes) if every > 1 else 1  # how many gates' norms each lane takes part in
-    places = gates * [every * -(-simdgroups // (32 // every)) * (32 // every)] if of_product(cell) else []
-    places += [32] if of_state(cell) else []  # of c: one place for each of the at most 32 simdgroups
-    return sum(-(-count * rows // 2) * 16 for count in places)  # two pairs fill a vector of 16 bytes
+    # The lanes that read one norm in a simdgroup divide the sums of all simdgroups among themselves.
+    readers = 32 // every  # in the example 32, or 8
+    places = -(-simdgroups // readers) * readers  # in the example 12, rounded up to 32, or 16
+    of_lane = -(-cell.gates // lanes) if every > 1 else 1  # how many gates' norms each lane takes part in
+    pairs = of_lane * [every * places] if of_product(cell) else []  # in the example [32], or [4 * 16]
+    pairs += [32] if of_state(cell) else []  # of c: one place for each of the at most 32 simdgroups
+    return sum(-(-count * rows // 2) * 16 for count in pairs)  # two pairs fill a vector of 16 bytes

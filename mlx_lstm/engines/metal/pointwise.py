@@ -17,6 +17,10 @@ d the gradients of the preactivations. n_in0 and the like are variables with the
 
 lanes: how many GPU threads share a unit, 1 or 4. They divide its costly operations. A register is a Metal variable.
 With four lanes it may hold a different node in each lane, node number lanes * j + k in lane k of register j.
+
+`Statements` (statements.py) writes the code of nodes, in `lines`: divide_work(nodes): the costly operations on which
+they depend, divided among the lanes; everywhere(n): the variable that has node n in all lanes; in_lanes(nodes): the
+registers that hold them; as_float(n, name): the variable as a float.
 """
 
 from functools import lru_cache
@@ -97,8 +101,10 @@ def own_text(cell: PointwiseCell, functions: str = "") -> str:
 
 
 def norm_text(cell: PointwiseCell) -> str:
-    """Return the source of `Norm<Own>`, which says what a cell normalises; metal/norm.metal lists its members. A
-    user's cell has no c to normalise, so OF_C, IN_STATE and HAS_C are 0. Return "" for a cell without a norm."""
+    """Return the source of `Norm<Own>`, which says what a cell normalises: OF, the product or (IS_SUM) its sum with the
+    input's part, as one or (IS_EACH) each gate by itself, in all GROUPS norms; metal/norm.metal lists these members. A
+    norm of c for the output (OF_C), in the state (IN_STATE) or either (HAS_C) is 0: a user's cell has none. Return ""
+    for a cell without a norm."""
     if cell.norm is None:
         return ""
     numbers = {
@@ -159,10 +165,11 @@ def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
     """
     graph = cell.graph
     lines: list[str] = []
+    # gates: the nodes of the preactivations; -1: the cell does not read this one.
     number, gates = graph.number, [graph.number.get(f"x{k}", -1) for k in range(graph.gates)]
     uniform = {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "suw"}
     arrays = {"s": "s", "u": "u", "w": "p"}
-    lines += [f"const float {name} = {arrays[name[0]]}[{name[4:]}];" for name in uniform.values()]
+    lines += [f"const float {n[0]}_in{n[1:]} = {arrays[n[0]]}[{n[1:]}];" for n in number if n[0] in "suw"]
     count = -(-graph.gates // lanes)
     for j in range(count):
         own = [f"sums[{k}]" for k in range(lanes * j, min(lanes * (j + 1), graph.gates))]
@@ -193,7 +200,7 @@ def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
     the preactivations, of u and of p.
     """
     graph = cell.graph
-    after, number = graph.known_after(), graph.number
+    after, number = graph.known_after(), graph.number  # {node of a new state: number of the state}, {input: node}
     uniform = {n: f"n_in{k}" for n, k in after.items()}
     lines = [f"const float n_in{k} = after[{k}];" for k in after.values()]
     uniform |= {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "uwd"}
@@ -219,23 +226,17 @@ def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
 # --- The gradients after the backward steps ---
 
 
-def own_cell(problem: Problem) -> PointwiseCell:
-    """Return the problem's cell, which must be a cell written by the user (a `PointwiseCell`): for the type checker."""
-    assert isinstance(problem.cell, PointwiseCell)
-    return problem.cell
-
-
 def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
     """Return the gradients of all arrays, by name. They are computed with products and sums over all steps from
     `swept`, the results of the backward kernels by name: dz, du and dw (gradients of preactivations, inputs and
     parameters), dh0, dc0, carry (with `keep`: the gradients of the states without the part through the recurrent
     product) and those of the norm, see below. saved: the outputs of the forward pass.
 
-    Two directions are computed one after the other. G gates, H units. d: the stored gradients of preactivations [T, B,
-    M H], in the order of graph.stored_gradients: first those of the G recurrent products, then those of the input's
-    parts that differ from them. dz: those of the input's parts only. With a norm the first G in d are those of the
-    norm's results instead; d_product [T, B, G H] has those of the recurrent products, and y the normalised numbers.
-    If the norm's operand is the sum with the input's part, d_product is also dz.
+    Two directions are computed one after the other. G gates, H units. stored_d: swept["dz"] [T, B, M H], in the order
+    of graph.stored_gradients: first the gradients of the G recurrent products, then those of the input's parts that
+    differ from them. dz: those of the input's parts only. With a norm the first G in stored_d are those of the norm's
+    results instead; d_product [T, B, G H] has those of the recurrent products, and y the normalised numbers. If the
+    norm's operand is the sum with the input's part, d_product is also dz.
     """
     if problem.bidirectional:
         parts = []
@@ -243,18 +244,21 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
             of_direction = part(arrays, d), part(saved, d), {name: half(array, d) for name, array in swept.items()}
             parts.append(gradients_after(one_direction(problem, d), *of_direction))
         return join_gradients(parts, arrays)
-    cell = own_cell(problem)
-    graph, G, H = cell.graph, cell.gates, problem.H
-    d, stored = swept["dz"], graph.stored_gradients
-    of_products = swept.get("d_product", d[..., : G * H])
+    cell = problem.cell
+    assert isinstance(cell, PointwiseCell)
+    graph, G, H, stored_d = cell.graph, cell.gates, problem.H, swept["dz"]
+    of_products = swept.get("d_product", stored_d[..., : G * H])
+    stored = graph.stored_gradients
     x = [stored.index(n) for n in graph.gradients("x")]
-    dz = d if x == list(range(len(stored))) else mx.concatenate([d[..., k * H : (k + 1) * H] for k in x], axis=-1)
+    dz = stored_d
+    if x != list(range(len(stored))):
+        dz = mx.concatenate([stored_d[..., k * H : (k + 1) * H] for k in x], axis=-1)
     if cell.norm is not None and cell.norm.of == "sum":
         dz = of_products
     sweep = {name: swept[name] for name in ("y", "carry", "dh0", "dc0") if name in swept}
     sweep |= {"dz": dz, "dp": of_products}
     if cell.norm is not None:
-        sweep["da"] = d[..., : G * H]
+        sweep["da"] = stored_d[..., : G * H]
     # What the built-in cells do not have is computed here, and the sum for b without a copy of 16-bit rows in float32.
     own = {"inputs": lambda: swept["du"], "params": lambda: swept["dw"].sum(axis=0), "b": lambda: bias_gradient(dz)}
     shared = {name: array for name, array in arrays.items() if name not in own}

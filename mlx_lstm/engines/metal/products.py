@@ -87,7 +87,8 @@ def input_launch(
 ) -> tuple[Launch, mx.array]:
     """Return the launch of the shader `recurrent_input`, and its array of sizes, which metal/recurrent_input.metal
     lists. names: which of the arrays h, h0, mask, lengths and x the call has. masks_differ: whether each step has
-    its own mask. sums: whether the shader also writes `ones`. width: the number of features of x, or 0 without x."""
+    its own mask. sums: whether the shader also writes `ones`. width: the number of features of x, or 0 without x. A
+    thread computes one number of h_in; the P threads of an item divide the features of x among themselves."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "x", "sizes")}
     outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}

@@ -113,7 +113,7 @@ class Statements:
     def divide_work(self, outputs: Sequence[int]) -> None:
         """Append statements for the costly operations that the outputs need, one level after the other. The
         operations of a level do not depend on each other, so up to four of a kind run at the same time, one per
-        lane."""
+        lane. One that is alone of its kind is left out: the statements that need it compute it."""
         if self.lanes == 1:
             return
         nodes, level = self.graph.nodes, dict[int, int]()
@@ -243,11 +243,13 @@ class Statements:
         or operation). operands: the two operands of each lane."""
         nodes, (start, first), *others = self.graph.nodes, *operands.items()
 
+        # The more statements a pair of operands saves, the higher its score: the same node needs none of its own, one
+        # register with both nodes no selection, and one operation is merged further.
         def likeness(k: int, pair: Sequence[int]) -> int:
             score = 0
             for a, b in zip(first, pair, strict=True):
-                shared = any(have[start] == a and have[k] == b for _, have in self.bundles)
-                score += 4 * (a == b) + 3 * shared + 2 * (nodes[a].op == nodes[b].op)
+                same_register = any(have[start] == a and have[k] == b for _, have in self.bundles)
+                score += 4 * (a == b) + 3 * same_register + 2 * (nodes[a].op == nodes[b].op)
             return score
 
         for k, pair in others:
@@ -258,6 +260,7 @@ class Statements:
         """Return the names of registers that hold the outputs: lane k of register j has output number lanes * j + k."""
         if self.lanes == 1:
             return [self.as_float(n, self.everywhere(n)) for n in outputs]
+        # part[0]: a merged variable has the type of its first node.
         parts = [list(outputs[start : start + 4]) for start in range(0, len(outputs), 4)]
         return [self.as_float(part[0], self.merge([*part, *[None] * (4 - len(part))])) for part in parts]
 

@@ -7,12 +7,16 @@ One more launch at the end of a pass copies all rows into sequences in the order
 weights are as in the module `fused`. Words and names:
 
 - kernel, launch: compiled Metal code; one run of it
-- row: first float32 numbers (c, or gradients in the backward pass), then blocks of H numbers in the dtype of the call
+- row: first float32 numbers (c, or gradients in the backward pass), then blocks of H numbers in the dtype of the call.
+  Its elements have the dtype `row_type`: float32, or in a call of 16 bits uint16, of which a float32 number takes two.
+  An array that is not collected and has no float32 numbers may have the dtype of the call instead
 - `rows`: a `Rows`, which collects the rows of a pass. Some launches also join several earlier rows into one array
 - `inputs`: the arrays that kernels read, by name; None means absent. `present`: the names of those that are there
 - `step`, `dh`, ...: what `each_step` returns. `step(n, row)` launches step n, reads `row` and returns the new row
-- `before`, `after`: the input of a kernel with the row of the launch before; its output, the new row
+- `before`, `after`: the input of a kernel with the row of the launch before; its output, the new row. `h_before`: with
+  a projection, the row with h of the step before
 - `sizes`: an input with the sizes of a launch. `weights`: the matrix of a backward product
+- `layout`: for each kind of rows the number of rows in each array, the elements of a row, and H or P
 - saved, cotangents: the outputs of the forward pass; the gradients that the caller gives for some of them
 - carry: the gradient of a state before a step, without the part through the recurrent product
 - z: the input's part of the preactivations. q: a GRU's candidate's recurrent product. m: in a projection h = m Wp^T
@@ -288,7 +292,7 @@ def normed_backward(
     inputs |= {name: contiguous(saved.get(name)) for name in states}
     inputs |= {"mask": mask, "before": row, "q": numbers.get("q")}
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
-    inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" and cell.kept else None
+    inputs["gates"] = contiguous(saved["gates"]) if cell.reads_kept and cell.kept else None
     inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, width=P, terms=K)}
     # The kernel of dh computes P numbers per item, the one of the cell H units. dh_now: the row of this dh (or dm), for
@@ -500,9 +504,11 @@ def index_bits(problem: Problem) -> int:
     of the recurrent product."""
     # `blocks` is the most elements that an array holds for one unit of one batch item. The array that a launch writes
     # (a row) holds the unit's gates, h before a projection, and c in float32. In a row of 16-bit elements c takes two
-    # elements, so these are gates + 1 + 2.
+    # elements, so these are gates + 1 + 2. `width` stands beside T * B for the weights: Wh has D G H * P elements.
     width, cell, blocks = max(problem.H, problem.P), problem.cell, problem.cell.gates + 3
-    if isinstance(cell, PointwiseCell):  # at most so many more: states, inputs and parameters, and their gradients
+    # A user's cell, at most: two gradients per gate, float32 gradients of the states (with `keep` twice) and of the
+    # parameters, the gradients of the inputs, and the saved values.
+    if isinstance(cell, PointwiseCell):
         blocks += 2 * cell.gates + 4 * cell.graph.states + 2 * cell.graph.params + cell.graph.inputs + cell.kept
     largest = problem.directions * blocks * width * max(problem.T * problem.B, width)
     return 32 if largest < problem.limits.index else 64
@@ -652,9 +658,9 @@ class StepKernel:
     def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
         """Build what `joining` returns. more: how many threadgroups copy, from 1 to 64. first: the number of the first
         of them, their threads, and all threads that copy. The kernel always has `self.most` inputs for pieces, so that
-        one kernel serves for all numbers of copied arrays. Its body declares the arrays (`self.arrays`) and calls the
-        shader of the step (`self.call`), or in the threadgroups behind those of the step copies. X: the type of a row's
-        elements."""
+        one kernel serves for all numbers of copied arrays. Its body declares the arrays (`self.arrays`). Then the
+        threadgroups of the step call its shader (`self.call`), and the `more` threadgroups after them copy. X: the type
+        of a row's elements."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))  # threadgroups that copy: 8 elements per thread
         pieces = tuple(f"p{n}" for n in range(self.most))
@@ -781,8 +787,9 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 @cached
 def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the first kernel of a step of a GRU whose reset comes before the product. It writes a row [3, B, D H]
-    with r * mask * h_before, r and z. The product has the columns of two gates, r and z: 32 for 16 units. The shader
-    is in metal/stepwise_gru.metal."""
+    with r * mask * h (of the step before), r and z. Only the second kernel reads this row, so it has the dtype of the
+    call. The product has the columns of two gates, r and z: 32 for 16 units. The shader is in
+    metal/stepwise_gru.metal."""
     fields = "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"
     shader = StepShader("stepwise_gru_reset", fields)
     output = (row_length(problem, problem.H, blocks=3, floats=0, dtype=dtype), dtype)
@@ -793,9 +800,9 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
 @cached
 def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the second kernel of a step of a GRU whose reset comes before the candidate's product. It reads the row
-    of the first kernel (`gru_reset_kernel`) with r * mask * h_before, r and z. It computes the candidate n and the
-    new h, and writes a row with h and, if the backward pass or the caller needs them, the three gates. The shader is
-    in metal/stepwise_gru.metal."""
+    of the first kernel (`gru_reset_kernel`). It computes the candidate n and the new h, and writes a row with h and, if
+    the backward pass or the caller needs them, the three gates. These rows are collected, so they have the dtype
+    `row_type`. The shader is in metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
     fields = "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes"
     shader = StepShader("stepwise_gru_candidate", fields, saves=saves)
@@ -818,9 +825,8 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 def product_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], shader: StepShader, width: int, written: mx.Dtype
 ) -> StepKernel:
-    """Return a kernel that computes a matrix product and writes it as a row [B, D width] of the dtype `written`.
-    width: the number of columns for each direction. present: the names of the arrays that are there. shader: its
-    name and fields."""
+    """Return a kernel that computes a matrix product and writes it as a row [B, D width]. width: the number of columns
+    for each direction. written: the dtype of the row's elements, dtype or row_type(dtype), which have the same size."""
     tile = tile_of(problem, width)
     output = row_length(problem, width, blocks=1, floats=0, dtype=dtype), written
     return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
@@ -829,10 +835,9 @@ def product_kernel(
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the kernel of a backward step, which writes a row with the gradients of this step.
-    metal/stepwise_backward.metal describes its inputs and the row. present: the names of the arrays that are there.
-    Among them: dh_now, the row with the gradient of a projected h; rows and row, the array and the number in it of the
-    forward pass's row with the gates; weights, the transposed Wh or Wp; q, a GRU's candidate's product. A threadgroup
-    computes a tile of the product: some batch items, and one column per unit."""
+    metal/stepwise_backward.metal describes its inputs and the row. Among the inputs: dh_now, the row with the gradient
+    of a projected h; rows and row, the array and the number in it of the forward pass's row with the gates. A
+    threadgroup computes a tile of the product: some batch items, and one column per unit."""
     tile = tile_of(problem, problem.H)
     fields = (
         "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths "
@@ -844,10 +849,9 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 
 def backward_length(problem: Problem, present: Collection[str], dtype: mx.Dtype) -> int:
-    """Return the number of elements of the row that a backward step writes. present: the names of the arrays that
-    are there. floats: a carry for each state besides h, and for h if a step reads it outside of the recurrent product;
-    with `keep` a second time, before their multiplication by keep; and the gradients of the parameters (`summed`),
-    which the steps sum up."""
+    """Return the number of elements of the row that a backward step writes. floats: a carry for each state besides h,
+    and for h if a step reads it outside of the recurrent product; with `keep` a second time, before their
+    multiplication by keep; and the gradients of the parameters (`summed`), which the steps sum up."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     return row_length(problem, problem.H, blocks=cell.gradients + cell.inputs, floats=floats, dtype=dtype)
@@ -875,8 +879,8 @@ DH_INPUTS = "step before weights gates mask keep lengths dh dhT unclipped sizes"
 @cached
 def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
     """Return the kernel that computes the gradient of h, [B, D P]. With a projection it runs at each step and writes
-    a row (`has_rows`). For all cells it runs once after all steps, for dh0: then it writes the dtype of the call, as
-    dh0 is a result. The shader is in metal/stepwise_backward.metal."""
+    a row that is collected (`has_rows`). For all cells it runs once after all steps, for dh0: then it writes the dtype
+    of the call, as dh0 is a result and no row. The shader is in metal/stepwise_backward.metal."""
     shader, written = StepShader("stepwise_dh", DH_INPUTS), row_type(dtype) if has_rows else dtype
     return product_kernel(problem, dtype, present, shader, problem.P, written)
 
@@ -895,8 +899,8 @@ def item_tile(cell: AnyCell) -> tuple[int, int]:
 @cached
 def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the first kernel of a forward step of a cell with a norm. It writes a row with the recurrent products
-    of all gates, [B, D G H] in float32. A norm needs the products of all units of an item, so it is a launch of its
-    own. The shader is in metal/stepwise_norm.metal."""
+    of all gates, [B, D G H], as float32 numbers (floats=1). A norm needs the products of all units of an item, so it is
+    a launch of its own. The shader is in metal/stepwise_norm.metal."""
     width = problem.cell.gates * problem.H
     tile = tile_of(problem, width)
     fields = "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"
@@ -959,6 +963,7 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     of c."""
     cell = problem.cell
     blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
+    # Each carry and, for the gradient of `keep`, the same before its multiplication by keep.
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1)
     fields = (
         "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
@@ -974,9 +979,9 @@ def norm_own_backward_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool
 ) -> StepKernel:
     """Return the last kernel of a backward step of a cell written by the user, with a norm. It writes a row: as floats
-    the carries (`backward_length`) and the gradients of the parameters; then those of the products, of the inputs and
-    of the preactivations. present: the names of the arrays that are there. rows, row: the array and the number in it of
-    the forward pass's row with the saved values; q is absent."""
+    the carries (with `keep` also before their multiplication by it) and the gradients of the parameters; then those of
+    the products, of the inputs and of the preactivations. rows, row: the array and the number in it of the forward
+    pass's row with the saved values. q: absent, but the shader's code for all cells names it."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     blocks = cell.gates + cell.inputs + cell.gradients
@@ -1070,8 +1075,7 @@ def outputs_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
     """Return the launch that copies the outputs in `names` (some of h, c, gates, hT, cT) from the rows of a forward
-    pass: the rows that the cells wrote and, with a projection, the rows with h. present: the names of the inputs
-    that are there. layout: the sizes of each kind of rows."""
+    pass: the rows that the cells wrote and, with a projection, the rows with h."""
     (T, B, H, P), D, gates, c = problem[:4], problem.directions, problem.cell.kept, problem.cell.carried
     shapes = {
         "c": ((T, B, D * c * H), mx.float32),
@@ -1103,8 +1107,7 @@ def outputs_launch(
 def gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies the results of a backward pass from its rows into sequences. present: the names of
-    the inputs that are there. layout: the sizes of each kind of rows.
+    """Return the launch that copies the results of a backward pass from its rows into sequences.
 
     It always writes dz, the gradients of the preactivations, and with a projection dh, the gradient of h. If `names`
     contains them, it also writes
@@ -1161,8 +1164,7 @@ def gradients_launch(
 def norm_gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies the results of a backward pass with a norm from its rows into sequences.
-    present: the names of the inputs that are there. layout: the sizes of each kind of rows. It writes
+    """Return the launch that copies the results of a backward pass with a norm from its rows into sequences. It writes
 
     - d_product, the gradients of the recurrent products, and dz, those of the preactivations; without a norm of the
       products only dz
@@ -1171,11 +1173,11 @@ def norm_gradients_launch(
     - dc0, carry, du and dw, if `names` contains them, as `gradients_launch` does
 
     Letters: G gates, C states besides h, U inputs, V parameters, M gradients of preactivations. A row has first
-    `floats` floats per unit (carries, and gradients of parameters), then the G gradients of the products, where a cell
-    without a norm has dz. So the shader of such a cell copies them.
+    `floats` floats per unit (carries, and gradients of parameters), then the G gradients of the products, where a row
+    without a norm has dz. So the shader for rows without a norm, `stepwise_gradients`, copies them.
     """
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
-    products, states, G, keep = norms.of_product(cell), norms.of_state(cell), cell.gates, "carry" in names
+    products, states, G, carry = norms.of_product(cell), norms.of_state(cell), cell.gates, "carry" in names
     C, U, V, M, carries = cell.carried, cell.inputs, cell.summed, cell.gradients, cell.carried + cell.passes_h
     wide, all_gates = ((T, B, D * H), dtype), ((T, B, D * G * H), dtype)
     outputs: Outputs = {
@@ -1184,7 +1186,7 @@ def norm_gradients_launch(
         "d_norm_c": wide if states else None,
         "dh": ((T, B, D * P), dtype) if projects else None,
         "dc0": ((B, D * C * H), mx.float32 if cell.op == "pointwise" else dtype) if "dc0" in names else None,
-        "carry": ((T, B, D * carries * H), mx.float32) if keep and carries else None,
+        "carry": ((T, B, D * carries * H), mx.float32) if carry and carries else None,
         "du": ((T, B, D * U * H), dtype) if "du" in names else None,
         "dw": ((B, D * V * H), mx.float32) if "dw" in names else None,
     }
@@ -1193,7 +1195,7 @@ def norm_gradients_launch(
     read = [name for name in inputs if inputs[name]]
     fields = fields_of((*inputs, "starts", "kinds", *outputs), {*read, *written, "starts", "kinds"})
     fields |= dict.fromkeys(("gates", "d_out"), "absent")
-    first, floats = ("d_product" if products else "dz"), carries * (1 + keep) + V
+    first, floats = ("d_product" if products else "dz"), carries * (1 + carry) + V
     body = struct_of(fields | {"dz": first})
     end = "thread_position_in_grid);\n"
     body += f"stepwise_gradients<{G}, 0, 0, {U}, {C}, {int(cell.passes_h)}, {V}, S>(rows, kinds, a, {end}"

@@ -42,7 +42,7 @@ on two cores of an AMD EPYC, a second thread gains nothing at half of this numbe
 ALONE = 2**18
 """OpenBLAS computes a product with at most this many multiplications on the calling thread in any case."""
 
-MLX_ALLOCATES = 2**13
+LARGE_SIZE = 2**13
 """New arrays with at least this many elements are allocated by MLX, smaller ones by NumPy and then copied to MLX.
 Waiting for an array that MLX allocates takes 20 to 40 us, as long as a small step; the copy takes less."""
 
@@ -243,7 +243,7 @@ class NewArray:
     def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
         self.dtype: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32
         # array: the MLX array, of which `memory` is a view; None for a small array, which NumPy allocates.
-        self.array: mx.array | None = mx.zeros(shape, self.dtype) if prod(shape) >= MLX_ALLOCATES else None
+        self.array: mx.array | None = mx.zeros(shape, self.dtype) if prod(shape) >= LARGE_SIZE else None
         self.memory: Array = np.zeros(shape, dtype) if self.array is None else view(self.array)
 
     def to_mlx(self) -> mx.array:
