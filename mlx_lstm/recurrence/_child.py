@@ -98,9 +98,8 @@ def forget() -> None:
 
 
 def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
-    """Run trials (small test runs of kernels) of one engine in the child process and return their results. The list
-    ends with the first trial that ended or blocked the child. Raise `CannotBegin` if no child process can run trials.
-    """
+    """Run trials of one engine in the child process and return their results. The list ends with the first trial that
+    ended or blocked the child. Raise `CannotBegin` if no child process can run trials."""
     with _lock:
         for _ in range(2):  # try a second time if a user or the system killed the child
             attempt = Attempt(command, trials)
@@ -120,7 +119,7 @@ def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
 
 
 class Attempt:
-    """One request to the child process to run some trials (test runs of kernels before their first use)."""
+    """One request to the child process to run some trials."""
 
     def __init__(self, command: list[str], trials: list[Trial]):
         """Prepare a request. command: what starts the child process."""

@@ -31,15 +31,14 @@ LARGEST = 100.0
 """Limit on the absolute values of all results of a trial, far below 65,504, where float16 overflows."""
 
 HALVINGS = 30
-"""The most times that `draw` halves the random terms. If a preactivation is then still near a kink of its activation (a
-point where the derivative jumps), the trial does not compare its gradients with the oracle."""
+"""The most times that `draw` halves the random terms. If a preactivation is then still near a kink of its activation,
+the trial does not compare its gradients with the oracle."""
 
 
 class Drawn(NamedTuple):
-    """The random inputs of a trial, a small test run of kernels. case: the inputs as a case for the float64 oracle,
-    without cotangents. arrays: the same arrays for MLX, quantized weights included. smooth: True if all results are
-    small and no preactivation is near a kink of its activation (a point where the derivative jumps). Only then are the
-    gradients compared with the oracle."""
+    """The random inputs of a trial. case: the inputs as a case for the float64 oracle, without cotangents. arrays: the
+    same arrays for MLX, quantized weights included. smooth: True if all results are small and no preactivation is near
+    a kink of its activation. Only then are the gradients compared with the oracle."""
 
     case: Case
     arrays: dict[str, mx.array]
@@ -47,9 +46,9 @@ class Drawn(NamedTuple):
 
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
-    """Draw random inputs for a trial (a small test run of kernels) such that all results are small and no preactivation
-    is near a kink of its activation (a point where the derivative jumps). Near a kink rounding could change a gradient.
-    If no attempt succeeds, return the last one with smooth=False."""
+    """Draw random inputs for a trial such that all results are small and no preactivation is near a kink of its
+    activation, where rounding could change a gradient. If no attempt succeeds, return the last one with smooth=False.
+    """
     is_own = isinstance(problem.cell, PointwiseCell)
     parts = {} if is_own else draw_parts(problem, rng)
     # A user's cell gets positive numbers in every second attempt, so it gets twice as many attempts.

@@ -151,9 +151,8 @@ def known(engine: str, text: str) -> str | None:
 
 
 def tried(trial: Trial, others: list[Trial]) -> str:
-    """Run a trial (a small test run of kernels) and store its result. Return why the kernels are refused, or an empty
-    text if they are correct. others: trials for calls that the user will probably make next; those without a stored
-    result run at the same time."""
+    """Run a trial and store its result. Return why the kernels are refused, or "" if they are correct. others: trials
+    for calls that the user will probably make next; those without a stored result run at the same time."""
     trials = [trial, *(other for other in others if verdicts.find(other.text()) is None)]
     found = try_out(trials)
     for each, verdict in zip(trials, found, strict=False):  # `found` may be shorter: a child that ended judges no more
@@ -218,9 +217,9 @@ def command() -> list[str] | None:
 
 
 def try_out(trials: list[Trial]) -> list[Verdict]:
-    """Run trials (small test runs of kernels) of one engine in the child process. Return their results; if a trial
-    ended or blocked the child, the results end with this trial. If no child process can run, run the first trial in
-    this process and return only its result."""
+    """Run trials of one engine in the child process. Return their results; if a trial ended or blocked the child, the
+    results end with this trial. If no child process can run, run the first trial in this process and return only its
+    result."""
     words = command()  # None if no child can be started
     if words:
         with suppress(CannotBegin):

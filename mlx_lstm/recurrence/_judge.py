@@ -31,7 +31,7 @@ from ._trial import SMALL, USUAL, Trial, dtype_word, trial_from
 
 def main() -> None:
     """In the child process, answer requests of the parent process until it closes the pipe. A request names a method
-    of `Trials`, "count" or "judge", and the trials (small test runs of kernels) to pass to it."""
+    of `Trials`, "count" or "judge", and the trials to pass to it."""
     served = Trials()
     mx.fast.metal_kernel = served.recorder.kernel  # all engines make their kernels by this function of MLX
     # serve(answer): reads requests, {"do": ..., "trials": [...]}, and writes what `answer` returns.
@@ -39,22 +39,21 @@ def main() -> None:
 
 
 class Trials:
-    """Runs trials (small test runs of kernels) in the child process. It remembers the kernels that were correct, so
-    that no later trial runs just to test them again."""
+    """Runs trials in the child process. It remembers the kernels that were correct, so that no later trial runs just to
+    test them again."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
         self.right: set[Text] = set()  # the kernels that were correct
 
     def count(self, *trials: Trial) -> dict[str, Any]:
-        """Return {"kernels": how many different kernels these trials (small test runs) will launch}. Kernels that
-        earlier trials have found correct are left out. No kernel is launched."""
+        """Return {"kernels": how many different kernels these trials will launch}, without those that earlier trials
+        have found correct. No kernel is launched."""
         return {"kernels": len(set[Text]().union(*map(self.recorder.texts_of, trials)) - self.right)}
 
     def judge(self, trial: Trial) -> dict[str, Any]:
-        """Run a trial (a small test run of kernels). If earlier trials have already found all kernels of this trial
-        correct, do not run it. Return {"reason": text}: why kernels are refused, or an empty text if they are correct.
-        """
+        """Run a trial, unless earlier trials have already found all its kernels correct. Return {"reason": text}: why
+        kernels are refused, or an empty text if they are correct."""
         texts = self.recorder.texts_of(trial)  # empty if they could not be recorded; then the trial runs
         reason = "" if texts and texts <= self.right else verdict(trial)
         if not reason:
@@ -100,8 +99,7 @@ class Recorder:
         return launch
 
     def texts_of(self, trial: Trial) -> set[Text]:
-        """Return the sources of all kernels that a trial (a small test run) launches, without launching any. Return an
-        empty set if recording fails."""
+        """Return the sources of all kernels that a trial launches, without a launch; none if recording fails."""
         if trial not in self.recorded:
             problem, shapes = trial.problem, output_shapes(trial.problem)
             # Only shapes and dtypes decide which kernels run, so all arrays are zeros and all lengths T.

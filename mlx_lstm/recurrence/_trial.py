@@ -68,7 +68,7 @@ class Trial(NamedTuple):
 
 
 def trial_from(text: str) -> Trial:
-    """Return the trial (a test run of kernels) that a line of JSON describes; the inverse of `Trial.text`."""
+    """Return the trial that a line of JSON describes; the inverse of `Trial.text`."""
     content = json.loads(text)
     fields = content["problem"]
     op, *options = fields["cell"]
@@ -91,7 +91,7 @@ def dtype_word(problem: Problem) -> str:
 
 
 def trial_of(engine: str, problem: Problem) -> Trial:
-    """Return the smallest trial (a test run of kernels) that runs the same kernels as this engine for this problem.
+    """Return the smallest trial that runs the same kernels as this engine for this problem.
 
     Where other kernels run above a limit (`Limits`), the trial's limit is so low that its small size is above it, too:
     limits.index, the elements of an array above which indices have 64 bits; launch_steps, the most steps in one launch
@@ -158,9 +158,9 @@ def without_matrices(engine: str, problem: Problem) -> Problem | None:
 
 
 def following(engine: str, problem: Problem) -> list[Trial]:
-    """Return trials (test runs of kernels) for calls that will probably follow a call of this problem. After training
-    comes evaluation. After a single step without first states comes a single step with them. The trials share kernels
-    with this call's own trial, so testing all in one request takes less time."""
+    """Return trials for calls that will probably follow a call of this problem: after training evaluation, after a
+    single step without first states a single step with them. These trials share kernels with this call's own trial, so
+    testing all in one request takes less time."""
     if problem.cotangents is not None:
         return []
     if problem.training and not problem.plain:
@@ -174,9 +174,8 @@ def following(engine: str, problem: Problem) -> list[Trial]:
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """Return the number of steps of a trial (a small test run of kernels): `steps`, unless one array then has fewer
-    than 8 elements only in the trial or only in the call. Metal has another address space for such small arrays, and
-    needs another kernel for it. The trial must test the kernel of the call.
+    """Return the number of steps of a trial: `steps`, unless one array then has fewer than SMALL elements only in the
+    trial or only in the call, which needs another kernel. The trial must test the kernel of the call.
 
     size: the number of elements of the array in the call. each: its number of elements per step in the trial.
     """
@@ -217,8 +216,7 @@ def gate_at_steer(cell: LSTMCell, gate: str, bias: float) -> float:
 
 def rows_of(problem: Problem) -> int:
     """Return how many batch items a threadgroup of `fused` computes for this problem. The number depends on the batch
-    size and on the number of GPU cores. A trial (a test run of kernels) sets this number directly, so that its own
-    batch can be small."""
+    size and on the number of GPU cores. A trial sets this number directly, so that its own batch can be small."""
     if problem.cut:
         return problem.cut.rows
     packing = fused.readable(problem, problem.names, problem.dtype).packing  # None if kernels get float weights
@@ -277,9 +275,8 @@ def in_one_direction(problem: Problem) -> Problem:
 
 
 def batches(problem: Problem) -> list[int]:
-    """Return the batch sizes that a test run of kernels may use. Metal has another address space for arrays of fewer
-    than 8 elements, and needs other kernels for it. If the call may have such small arrays, the test run must use
-    the call's batch size, so that its arrays are just as small."""
+    """Return the batch sizes that a trial may use. If the call may have arrays of fewer than SMALL elements, the trial
+    must use the call's batch size, so that its arrays are just as small and the same kernels run."""
     if problem.B < SMALL and min(problem.H, problem.P) < SMALL:
         return [problem.B]
     return [B for B in BATCHES if "lengths" not in problem.names or (B < SMALL) == (problem.B < SMALL)]
