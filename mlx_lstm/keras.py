@@ -47,7 +47,8 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
     [kernel; recurrent_kernel], b = bias.
 
     Args:
-        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H], [4H] or absent.
+        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H], [4H] or absent. Only the bias
+            may be missing; a call with the list in place of its items raises a ValueError that says so.
         more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
@@ -89,7 +90,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`. kernel is [I, 3H], recurrent_kernel [H, 3H], bias
-            [2, 3H], or [3H] with `reset_after=False`, or absent.
+            [2, 3H], or [3H] with `reset_after=False`, or absent. Only the bias may be missing.
         more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
@@ -139,7 +140,8 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
     """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`; pass the layer's `activation`.
 
     Args:
-        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H], [H] or absent.
+        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H], [H] or absent. Only the bias may
+            be missing.
         more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
@@ -252,7 +254,7 @@ def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: 
     """Return kernel, recurrent kernel and bias in Keras' layout. If b and bhn both are None, the result has no
     bias."""
     arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)  # b and bhn as the biases bx and bh of both products
-    return arrays_of(cell, arrays, b is not None or bhn is not None)
+    return arrays_of(cell, arrays, use_bias=b is not None or bhn is not None)
 
 
 def check_function(op: str, convert: object) -> None:

@@ -1366,6 +1366,9 @@ def test_other_refusals(tmp_path, capsys, monkeypatch):
     assert "layers must all be alike" in refusal(
         capsys, saved(tmp_path / "two.npz", convert.to_torch(PLAIN["gru"], prefix="g.")
                       | convert.to_torch(PLAIN["lstm"], prefix="l.")), target, "--stack", "g,l")  # fmt: skip
+    two = tmp_path / "two.npz"
+    assert "must name each layer once but got 'g' twice" in refusal(capsys, two, target, "--stack", "g,g")
+    assert "leave all names different but got l twice" in refusal(capsys, two, target, "--prefix", "g=l")
     convert.write(nameless := tmp_path / "nameless.npz", {"": PLAIN["gru"]})
     assert "called 'enc'; there are (no name)" in refusal(capsys, nameless, target, "--only", "enc")
     (folder := tmp_path / "folder.npz").mkdir()
@@ -1448,6 +1451,17 @@ def test_command(tmp_path):
     done = run("mlx.npz", "again.safetensors")
     assert done.returncode == 2 and not done.stdout and not (tmp_path / "again.safetensors").exists()
     assert done.stderr.startswith("not converted: mlx.npz is truncated or damaged") and done.stderr.count("\n") == 1
+
+
+def test_a_bidirectional_layer_of_a_keras_file_called_as_its_forward_layer():
+    """A Bidirectional called forward_x around a layer x, as Keras writes it into an .h5 file, has two directions."""
+    from mlx_lstm.convert._keras_file import names_in_legacy
+
+    groups = [f"forward_x//sequential/forward_x/{way}_x/lstm_cell" for way in ("forward", "backward")]
+    found = names_in_legacy(
+        {f"{group}/{name}": None for group in groups for name in ("kernel", "recurrent_kernel")}, []
+    )
+    assert [(each.name, each.way) for each in found] == [("forward_x", "forward"), ("forward_x", "backward")]
 
 
 def test_stacks_and_orders(tmp_path, capsys):
