@@ -81,8 +81,7 @@ class Normalisation:
         shift: Array | None,
         centred: bool = False,
     ):
-        """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0. centred: whether the
-        arrays have a mean of 0 in each block already."""
+        """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0."""
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
         self.centred: bool = centred
@@ -829,11 +828,8 @@ class InputProductNorm:
 
 
 class NormBackward:
-    """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction.
-
-    A step writes the gradient of the norm's result to `d` [G H, B]. `through` then computes the gradient of the
-    recurrent product, a part of `dp` [G H, N] with the N = steps x batch columns of a chunk.
-    """
+    """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction. A step
+    writes the gradient of the norm's result to `d`, then `through` computes that of the recurrent product."""
 
     def __init__(
         self,
@@ -852,7 +848,7 @@ class NormBackward:
         candidate."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         self.norm, self.kept, self.dz, rows = norm, kept, dz, len(dz)
-        # dp: the gradients of the recurrent product in a chunk. d: the gradient of the norm's result at one step.
+        # dp: the gradient of the recurrent product in a chunk. d: that of the norm's result at one step.
         self.dp: Array = dz if norm_options(problem).of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)
         self.d: Array = np.zeros((rows, B), dtype)
         # The norm of the input's product, if each step computes it. Then `dz` gets the gradients of this product.
