@@ -47,8 +47,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
     [kernel; recurrent_kernel], b = bias.
 
     Args:
-        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H], [4H] or absent. Only the bias
-            may be missing; a call with the list in place of its items raises a ValueError that says so.
+        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H] and maybe [4H].
         more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
@@ -63,7 +62,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
         >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
-    # [4]: the bias has shape [4H].
+    # [4]: the bias has shape [4H]. A missing recurrent_kernel is refused with a text that shows the right call.
     return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias, *more), [4])
 
 
@@ -90,7 +89,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`. kernel is [I, 3H], recurrent_kernel [H, 3H], bias
-            [2, 3H], or [3H] with `reset_after=False`, or absent. Only the bias may be missing.
+            [2, 3H], or [3H] with `reset_after=False`, or absent.
         more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
@@ -105,7 +104,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    # [3], [2, 3]: the bias has shape [3H] or [2, 3H].
+    # [3], [2, 3]: the bias has shape [3H] or [2, 3H]. A missing recurrent_kernel is refused, as in `lstm_from_keras`.
     return one_direction("gru_from_keras", "gru", (kernel, recurrent_kernel, bias, *more), [3], [2, 3])
 
 
@@ -140,8 +139,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
     """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`; pass the layer's `activation`.
 
     Args:
-        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H], [H] or absent. Only the bias may
-            be missing.
+        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H] and maybe [H].
         more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
@@ -156,7 +154,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> rnn(mx.ones((10, 2, 3)), **keras.rnn_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    # [1]: the bias has shape [H].
+    # [1]: the bias has shape [H]. A missing recurrent_kernel is refused, as in `lstm_from_keras`.
     return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias, *more), [1])
 
 

@@ -2,8 +2,7 @@
 
 Constructors, parameters and their names, initialisation, shapes and results are as in `torch.nn`. Sequences of
 different lengths come as a `PackedSequence`, or padded with the argument `lengths`, which takes less time. Sizes: L
-time, N batch, I input features, D directions, K layers, H hidden, S the width of h (H, or `proj_size`), in the code
-`width`.
+time, N batch, I input features, D directions, K layers, H hidden, S (`width`) the width of h: H, or `proj_size`.
 
 In the code: endings: the ends of parameter names such as "_reverse", one per direction. op: the name of the class, with
 which error texts begin; `fail` and the `check_...` functions raise these ValueErrors. cell: the formula of a step
@@ -320,8 +319,7 @@ class Layers(Advised):
         [layers x directions, batch, width]. `states`: h of each layer, then c of each layer, each [batch, directions x
         width]."""
         D, K = len(self.endings), self.num_layers
-        # n: 0 for h, whose states are the first K; 1 for c. `join_states` divides each layer's state by direction, and
-        # puts the directions of all layers one below the other.
+        # n: 0 for h, whose states are the first K; 1 for c. `join_states` gives each direction a row of its own.
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }

@@ -155,9 +155,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
         return np.inf
     total = 0.0
     for name, value in results.items():
-        # Relative errors of the forms in which the app may have saved the result. 1 is that of zeros: the most that
-        # counts.
-        errors = [1.0]
+        errors = [1.0]  # relative errors of the forms that the result may have; 1: that of zeros, the most that counts
         for form in forms_of(dump, case, name, value):
             if form.key in values:
                 got = form.to_documented(value).astype(np.float64)

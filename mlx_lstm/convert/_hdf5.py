@@ -53,9 +53,8 @@ def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
     script = str(Path(__file__).with_name("_hdf5_child.py"))
-    # The code, which `child_command` begins with "import sys", runs the script, whose path is the first argument.
-    # words: the script's own arguments: the path of the module `budget`, the bytes of the file, the bytes that it may
-    # still take, and the seconds.
+    # The code, before which `child_command` imports sys, runs the script, whose path is the first argument. words: the
+    # script's own arguments: the path of the module `budget`, the bytes of the file, the bytes still free, the seconds.
     code = "from runpy import run_path; run_path(sys.argv.pop(1), run_name='__main__')"
     words = [str(limits.__file__), str(budget.stored), str(budget.left), str(int(budget.seconds) + 1)]
     given: dict[str, Any] = {"input": source} if isinstance(source, bytearray) else {"stdin": source}

@@ -114,8 +114,7 @@ def names_below(group: Any, name: str) -> list[str]:
     found: list[str] = []
 
     def visit(path: str, item: Any) -> None:
-        # Keras gives each layer's group an attribute weight_names, and also the group top_level_model_weights, which is
-        # no layer.
+        # Keras gives each layer's group an attribute weight_names, but also the group that is excluded here.
         is_layer = path != "top_level_model_weights" and any(each.startswith("weight_names") for each in item.attrs)
         if (name == "layer_names" and is_layer) or (name == "weight_names" and isinstance(item, h5py.Dataset)):
             found.append(path)

@@ -159,8 +159,7 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
 def walk(config: Mapping[str, Any], place: str, name: str, budget: Budget) -> Iterator[Known]:
     """Yield all layers in a model's configuration, also the layers of nested models. place: the group of the model's
     weights in model.weights.h5, such as "layers/sequential/"; name: the names of the models around it, such as
-    "encoder.". Both are empty for the outermost model. They get longer with each level, so the budget counts their
-    characters."""
+    "encoder.". Both are empty for the outermost model. They get longer with each level, so the budget counts them."""
     # In old versions of Keras the configuration of a Sequential is the list of layers itself.
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
@@ -257,8 +256,7 @@ def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direc
             if other in names:
                 parts.pop()
                 way = match[1]
-        # Keras repeats the layer's name in the path. "model//model/lstm" is layer lstm of a model; "lstm//model/lstm"
-        # is just lstm.
+        # Keras repeats names: "model//model/lstm" is layer lstm of a model, "lstm//model/lstm" is just lstm.
         if parts and parts[0] == layer:
             parts.pop(0)
         elif parts and parts[-1] == layer:
@@ -368,8 +366,7 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
             write_legacy(file, made, config)
         else:
             write_new(file, made)
-        # Keras writes no configuration into .weights.h5 and ignores it there; `read` finds the options in it. The paths
-        # of the arrays tell both directions.
+        # Keras ignores the configuration in a .weights.h5; `read` finds the options in it. The paths tell directions.
         if ending == ".weights.h5" and any(weights.options.keys() - {"bidirectional"} for weights in layers.values()):
             file.attrs["model_config"] = json.dumps(config)
     if ending != ".keras":
@@ -411,8 +408,7 @@ def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
     zeros to the others."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # our names of activations, and Keras'
     cell = weights.cell
-    # names: Keras' two activations: that of the candidate g or n (of all of an RNN), and that of the other gates, such
-    # as i or r. `to_keras`, called before, refused cells with more.
+    # names: Keras' two activations: of the candidate, and of all other gates. `to_keras` refused other cells before.
     names = [*cell.activations] if cell.op == "rnn" else [cell.activations[2], cell.activations[0]]
     for name in names:
         if name not in words:

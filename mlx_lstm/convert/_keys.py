@@ -331,8 +331,7 @@ def arranged(
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
     full = full and layers == set(range(len(layers))) and len({group.way is None for group in groups}) == 1
     if full and len(ways) == 1 and groups[0].way == 0 and not groups[0].numbered:
-        # All keys contain "forward" (without any word `way` is None), none "backward": it is part of a name.
-        full = False
+        full = False  # all keys contain "forward" (without a word, way is None), none "backward": it is part of a name
     # torch's keys (`_l0`) always mean one stack, and errors in them are reported later. Of other keys all must be
     # there, the sizes must fit, and numbers in the keys must count layers only. The last condition: there are none.
     if groups[0].numbered or (
@@ -383,8 +382,7 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
         if f"{key}_scales" in arrays:
             fail("convert", f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
     by_leaf = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
-    # `REFUSED` has the leaves of arrays that no format holds. An array gamma is refused only beside a kernel, which is
-    # how haste stores a normalised layer.
+    # `REFUSED` has the leaves of arrays that no format holds; gamma is refused only beside a kernel, as haste has it.
     for leaf, why in REFUSED.items():
         if group.title(leaf) in arrays and (leaf != "gamma" or "kernel" in by_leaf):
             rule = f"{group.title(leaf)} must not be there: {why}; only= and --only read the others,"

@@ -225,9 +225,9 @@ class Stack(NamedTuple):
         check_params(op, where, params, input.dtype)
         if self.forward_name != "CudnnRNNV3":  # the other versions have no lengths
             return where, None
-        # traced: the lengths are a placeholder of `mx.compile` or the like, so their values cannot be read.
+        # traced: the lengths are a placeholder of `mx.compile` or the like, so their values cannot be read. shortest=1:
+        # as `cudnn_rnn_v3` documents.
         traced = isinstance(sequence_lengths, mx.array) and not have_values([sequence_lengths])
-        # Each length lies in 1..T, as `cudnn_rnn_v3` documents; those of a placeholder cannot be checked.
         lengths = check_lengths(op, sequence_lengths, N, T, traced=traced, name="sequence_lengths", shortest=1)
         return where, lengths if traced or (lengths < T).any().item() else None
 

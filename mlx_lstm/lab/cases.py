@@ -1,9 +1,8 @@
 """Draw random calls of the ops `lstm`, `gru`, `rnn`, called cases, and run them on an engine.
 
-A case is a dict of an op's keyword arguments, with arrays as NumPy arrays, and `op`, the op's name (default:
-`lstm`). A `Case` is such a dict with what a run needs besides: the dtype, the cotangents of the outputs, quantized
-weights. It also divides the dict into arrays and options, and names(training) are its results. `NORMS` are the names of
-the scales and shifts of layer normalisation.
+A case is a dict of an op's keyword arguments, with arrays as NumPy arrays, and `op`, the op's name (default: `lstm`).
+A `Case` is such a dict with a dtype, cotangents of outputs and quantized weights. It also divides the dict into arrays
+and options; names(training) are its results. `NORMS` are the names of the scales and shifts of layer normalisation.
 """
 
 from collections.abc import Mapping

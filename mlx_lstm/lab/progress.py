@@ -88,8 +88,7 @@ class Progress:
             self.out.flush()
 
     def draw(self) -> None:
-        """Draw the progress line of a terminal in its current state; nothing before and after the `with` block, in
-        which the thread is alive."""
+        """Draw the progress line of a terminal in its current state; nothing outside the `with` block of the thread."""
         if self.thread.is_alive() and self.out.isatty():
             self.out.write(ERASE + self.line()[: shutil.get_terminal_size().columns - 1])
             self.out.flush()

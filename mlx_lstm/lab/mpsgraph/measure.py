@@ -16,8 +16,7 @@ SEQUENCES = ("h", "c", "z_state", "dsource")
 
 OURS = ("fused", "stepwise", "numpy", "ops")
 FROM_OUTSIDE = ("mpsgraph", "torch-mps", "golden", "yours")
-"""OURS: our engines. FROM_OUTSIDE: the results of other programs: Apple's MPSGraph, called by itself and by torch;
-those of --golden, and of the user's --arrays."""
+"""OURS: our engines. FROM_OUTSIDE: results of MPSGraph, also called by torch, of --golden, and of the user's app."""
 
 
 class ComparisonRow(NamedTuple):

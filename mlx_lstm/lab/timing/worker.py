@@ -77,8 +77,7 @@ class Worker:
     def time(self, seconds: float, warmups: int) -> dict[str, Any]:
         """Run the task for this number of seconds, at least once, after `warmups` untimed runs. The answer contains the
         seconds of each timed run and, if the task builds a graph, the seconds that building took; `cpu`, the CPU time
-        of the whole turn with its pause, as the caller sees it; and `idle_cpu`, the CPU time per second between the
-        turns."""
+        of the whole turn with its pause, which the caller sees; `idle_cpu`, the CPU time per second between turns."""
         self.resume()
         start = time.process_time()
         for _ in range(warmups):
