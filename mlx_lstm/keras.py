@@ -47,7 +47,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
     [kernel; recurrent_kernel], b = bias.
 
     Args:
-        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H], [4H] or absent.
+        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H] and maybe [4H].
         more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
@@ -62,7 +62,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
         >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
-    # [4]: the bias has shape [4H].
+    # [4]: the bias has shape [4H]. A missing recurrent_kernel is refused with a text that shows the right call.
     return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias, *more), [4])
 
 
@@ -104,7 +104,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    # [3], [2, 3]: the bias has shape [3H] or [2, 3H].
+    # [3], [2, 3]: the bias has shape [3H] or [2, 3H]. A missing recurrent_kernel is refused, as in `lstm_from_keras`.
     return one_direction("gru_from_keras", "gru", (kernel, recurrent_kernel, bias, *more), [3], [2, 3])
 
 
@@ -139,7 +139,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
     """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`; pass the layer's `activation`.
 
     Args:
-        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H], [H] or absent.
+        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H] and maybe [H].
         more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
 
     Returns:
@@ -154,7 +154,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> rnn(mx.ones((10, 2, 3)), **keras.rnn_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    # [1]: the bias has shape [H].
+    # [1]: the bias has shape [H]. A missing recurrent_kernel is refused, as in `lstm_from_keras`.
     return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias, *more), [1])
 
 
@@ -252,7 +252,7 @@ def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: 
     """Return kernel, recurrent kernel and bias in Keras' layout. If b and bhn both are None, the result has no
     bias."""
     arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)  # b and bhn as the biases bx and bh of both products
-    return arrays_of(cell, arrays, b is not None or bhn is not None)
+    return arrays_of(cell, arrays, use_bias=b is not None or bhn is not None)
 
 
 def check_function(op: str, convert: object) -> None:

@@ -2,12 +2,13 @@
 
 Constructors, parameters and their names, initialisation, shapes and results are as in `torch.nn`. Sequences of
 different lengths come as a `PackedSequence`, or padded with the argument `lengths`, which takes less time. Sizes: L
-time, N batch, I input features, D directions, K layers, H hidden, S the width of h (H, or `proj_size`).
+time, N batch, I input features, D directions, K layers, H hidden, S (`width`) the width of h: H, or `proj_size`.
 
-In the code: op: the name of the class, with which error texts begin; `fail` and the `check_...` functions raise these
-ValueErrors. cell: the formula of a step (`engines.cells`). gates: 4 in an LSTM, 3 in a GRU, 1 in an RNN. states: a dict
-of the states "h" and, in an LSTM, "c". `Call.forward` runs one layer. now: whether the call computes at once on the
-CPU; then NumPy does the small operations around the recurrence (`by_numpy`), else MLX does (`by_mlx`).
+In the code: endings: the ends of parameter names such as "_reverse", one per direction. op: the name of the class, with
+which error texts begin; `fail` and the `check_...` functions raise these ValueErrors. cell: the formula of a step
+(`engines.cells`). gates: 4 in an LSTM, 3 in a GRU, 1 in an RNN. states: a dict of the states "h" and, in an LSTM, "c".
+`Call.forward` runs one layer. now: whether the call computes at once on the CPU; then NumPy does the small operations
+around the recurrence (`by_numpy`), else MLX does (`by_mlx`).
 
 A `state_dict` loads as it is. To load it from a file call `layer.load_weights("torch_layer.safetensors")`. To copy it
 from a torch layer in the same process, and back:
@@ -177,6 +178,7 @@ class Layers(Advised):
         shown += [f"proj_size={self.proj_size}"] * bool(self.proj_size)
         shown += [f"num_layers={self.num_layers}"] * (self.num_layers != 1) + ["bias=False"] * (not self.bias)
         shown += ["batch_first=True"] * self.batch_first + [f"dropout={self.dropout}"] * bool(self.dropout)
+        # `chosen_options`: such as ", engine='ops'" for engine and checkpoint_every if they are set.
         return ", ".join(shown + ["bidirectional=True"] * self.bidirectional) + chosen_options(self)
 
     def run_packed(
@@ -317,7 +319,7 @@ class Layers(Advised):
         [layers x directions, batch, width]. `states`: h of each layer, then c of each layer, each [batch, directions x
         width]."""
         D, K = len(self.endings), self.num_layers
-        # n: 0 for h, whose states are the first K; 1 for c.
+        # n: 0 for h, whose states are the first K; 1 for c. `join_states` gives each direction a row of its own.
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }
@@ -729,7 +731,7 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
 class Cell(Layers):
     """Base class of `LSTMCell`, `GRUCell` and `RNNCell`: a layer that runs one step per call. Its parameter names have
-    no ending such as `_l0`."""
+    no ending such as `_l0`. A `cells.Cell` is something else, the formula of a step."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
         """Make one layer in one direction, without dropout, projection and checkpointing."""
@@ -745,7 +747,7 @@ class Cell(Layers):
     def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
         """Return the states after one step, by name, [N, H] or [H] like the input. cell: the formula of the step.
         input: [N, I] or [I]. states: the states before the step by name, "h" and "c"; `None` stands for zeros."""
-        batched = not isinstance(input, mx.array) or input.ndim != 1
+        batched = not isinstance(input, mx.array) or input.ndim != 1  # `check_array` refuses what is no array
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
         why = f", as input is {'[N, I]' if batched else '[I]'} = {list(input.shape)},"
         for name, state in states.items():
@@ -764,6 +766,7 @@ class Cell(Layers):
             f"{name}0": state if batched else run_small(itemgetter(None), state) for name, state in first.items()
         }
         arrays["x"] = run_small(methodcaller("reshape", (1, -1, self.input_size)), input)  # [1, N, I]: one step
+        # One call of the recurrence with all arrays in one dtype. Without training nothing is saved for a gradient.
         call = Call(cell, engine=self.engine, op=self.op)
         outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
         # choice: which engine ran, for the property `engine_used`. In `vars`, as an entry of a module is a parameter.

@@ -1387,6 +1387,9 @@ def test_other_refusals(tmp_path, capsys, monkeypatch):
     assert "layers must all be alike" in refusal(
         capsys, saved(tmp_path / "two.npz", convert.to_torch(PLAIN["gru"], prefix="g.")
                       | convert.to_torch(PLAIN["lstm"], prefix="l.")), target, "--stack", "g,l")  # fmt: skip
+    two = tmp_path / "two.npz"
+    assert "must name each layer once but got 'g' twice" in refusal(capsys, two, target, "--stack", "g,g")
+    assert "leave all names different but got l twice" in refusal(capsys, two, target, "--prefix", "g=l")
     convert.write(nameless := tmp_path / "nameless.npz", {"": PLAIN["gru"]})
     assert "called 'enc'; there are (no name)" in refusal(capsys, nameless, target, "--only", "enc")
     (folder := tmp_path / "folder.npz").mkdir()
@@ -1474,10 +1477,10 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["--prefix", "a.=x.", "--prefix", "b.=x."], "--prefix b.=x. must leave each name once but got x twice"),
-        (["--prefix", "e.=k."], "--prefix e.=k. must leave each name once but got k.w twice"),
-        (["--stack", "a,a"], "--stack must name each layer once but got a, a"),
-        (["--stack", "a,b", "--stack", "b,c"], "--stack must name each layer once but got a, b, b, c"),
+        (["--prefix", "a.=x.", "--prefix", "b.=x."], "--prefix b.=x. must leave all names different but got x twice"),
+        (["--prefix", "e.=k."], "--prefix e.=k. must leave all names different but got k.w twice"),
+        (["--stack", "a,a"], "--stack must name each layer once but got 'a' twice"),
+        (["--stack", "a,b", "--stack", "b,c"], "--stack must name each layer once but got 'b' twice"),
     ],
 )
 def test_no_option_loses_a_layer_or_an_array(words, rule, tmp_path, capsys):
@@ -1486,6 +1489,17 @@ def test_no_option_loses_a_layer_or_an_array(words, rule, tmp_path, capsys):
     convert.write(tmp_path / "a.npz", convert.Model(layers, rest, {}, [], {}))
     assert main([str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), *words]) == 2
     assert rule in capsys.readouterr().err
+
+
+def test_a_bidirectional_layer_of_a_keras_file_called_as_its_forward_layer():
+    """A Bidirectional called forward_x around a layer x, as Keras writes it into an .h5 file, has two directions."""
+    from mlx_lstm.convert._keras_file import names_in_legacy
+
+    groups = [f"forward_x//sequential/forward_x/{way}_x/lstm_cell" for way in ("forward", "backward")]
+    found = names_in_legacy(
+        {f"{group}/{name}": None for group in groups for name in ("kernel", "recurrent_kernel")}, []
+    )
+    assert [(each.name, each.way) for each in found] == [("forward_x", "forward"), ("forward_x", "backward")]
 
 
 def test_stacks_and_orders(tmp_path, capsys):

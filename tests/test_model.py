@@ -185,6 +185,11 @@ def test_the_page_about_quantized_weights_shows_the_default():
             assert f"| {name} | {B} | {' | '.join(map(str, limits))} |\n" in page, limits
 
 
+def test_the_reason_names_the_bits_of_quantized_weights():
+    """The prediction counts weights of 3 bits like weights of 4 bits, but its reason names the 3 bits."""
+    assert "weights of 3 bits" in predict(LSTMCell(), mx.float32, 1, 32, 10, packing=Packing(32, 3, "affine")).reason
+
+
 def test_the_rule_against_what_was_published_of_mlx():
     """The model predicts published times of `mlx.nn.LSTM` within a factor of 2. At N = 1, H = 512 on an unnamed Mac
     one step took 34 us compiled and 58 us not compiled (ml-explore/mlx#1419)."""

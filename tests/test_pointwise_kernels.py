@@ -321,3 +321,6 @@ def test_check_tries_the_zoo(tmp_path, capsys):
     with trying(check_cells.FORMS[-1:], ()), mx.stream(mx.cpu):
         assert check_cells.main(["--json", str(tmp_path / "cells.json")]) == 1
     assert "minimal_gru_log, stepwise   [pointwise] engine='stepwise' cannot run" in capsys.readouterr().out
+    with patch.object(check_cells, "verdict", side_effect=AssertionError), pytest.raises(SystemExit) as stopped:
+        check_cells.main(["--jsn"])  # a wrong option is refused before any cell runs
+    assert stopped.value.code == 2

@@ -347,10 +347,10 @@ def test_products_in_blocks_equal_whole_products(kind, monkeypatch):
     with mx.stream(mx.cpu):
         layer, x = getattr(nn, kind)(I, H), mx.random.normal((2, I))
         blocks = layer.stepper(2)
-        assert blocks._stream.layers[0].whole_step.product.ndim == 3
+        assert blocks._stream.layers[0].step.product.ndim == 3
         monkeypatch.undo()
         whole = layer.stepper(2)
-        assert whole._stream.layers[0].whole_step.product.ndim == 2
+        assert whole._stream.layers[0].step.product.ndim == 2
         for _ in range(3):
             np.testing.assert_allclose(np.array(blocks(x)), np.array(whole(x)), rtol=0, atol=1e-6)
 

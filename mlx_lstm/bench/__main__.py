@@ -36,7 +36,7 @@ APPLY = {
     "tune": ("case", "tune_file"),
 }
 """The options that may be used in each kind of run. The key is the option that starts the kind of run, or "" for a
-normal measurement of times, with all options but --tune-file."""
+measurement of times, which takes all options but --tune-file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -177,7 +177,7 @@ def check_together(options: argparse.Namespace) -> None:
     kinds = [name for name in APPLY if name and getattr(options, name)]
     if len(kinds) > 1:
         raise ValueError(f"one of {' and '.join(f'--{name}' for name in kinds)} at a time")
-    kind = kinds[0] if kinds else ""  # "": a measurement of times, with which only --tune-file is of no use
+    kind = kinds[0] if kinds else ""  # "": a measurement of times
     chosen = [name for name, value in vars(options).items() if value not in (None, False) and name != kind]
     if idle := [f"--{dashed(name)}" for name in chosen if name not in APPLY[kind]]:
         raise ValueError(f"{', '.join(idle)}: of no use {f'with --{kind}' if kind else 'without --tune'}")
@@ -216,7 +216,7 @@ def complete(options: argparse.Namespace) -> None:
     if options.host or options.tune:
         return
     for size in options.sizes:
-        engines_for(size, options)
+        engines_for(size, options)  # raises an error for a requested engine that cannot run
     if options.contenders is None:
         options.contenders = [name for name, contender in case.contenders.items() if is_installed(contender)]
     for name in options.contenders:

@@ -37,8 +37,8 @@ keeps hardly any. The system then maps new memory for every graph, which takes l
 
 
 class Cost(NamedTuple):
-    """The time that the host takes to build a layer's graph. call, step: seconds per call and seconds per time step.
-    over: the time divided by the time of `mlx.nn.LSTM`."""
+    """The time that the host takes to build a layer's graph. layer: our engine or THEIRS. which: the pass. call, step:
+    seconds per call and seconds per time step. over: the time divided by the time of `mlx.nn.LSTM`."""
 
     layer: str
     which: str

@@ -130,7 +130,7 @@ def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
 
 def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
     """Measure both Metal engines for one dtype and batch size, at each H in ascending order. Stop when `stepwise` was
-    the faster engine at two H in a row."""
+    the faster engine at two H in a row: larger H are taken to be alike, and one H might be chance."""
     points: list[dict[str, object]] = []
     for H in grid.units:
         points.append(measure_point(Size(grid.steps, B, H, H), dtype, grid))
@@ -174,7 +174,7 @@ def measure(
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}".splitlines()[0]
             ready.pop(name, None)
-        times[name] = f"discarded: {refusal}"
+        times[name] = f"discarded: {refusal}"  # for a right one the last line puts the time in its place
     turns: dict[Name, list[float]] = {name: [] for name in ready}
     for _ in range(grid.turns):
         for name, work in ready.items():

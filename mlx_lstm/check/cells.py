@@ -68,14 +68,14 @@ NORMED = (
 
 def verdict(form: Form, engine: Engine) -> str:
     """Run the forward and the backward pass of a cell on a Metal engine. Return why the cell's kernels are refused, or
-    "" if they are right."""
+    "" if they are right. The call's numbers and sizes do not matter: the library tests kernels with its own."""
     Wx, Wh = mx.ones((form.gates * H, 2)), mx.zeros((form.gates * H, H)) if form.recurrent else None
     inputs, params = [mx.ones((3, B, H))] * form.inputs, [mx.ones(H)] * form.params
 
     def loss(x: mx.array) -> mx.array:
         state = [mx.zeros((B, H))] * form.states
         more = {"inputs": inputs, "params": params, "apart": form.apart, "norm": form.norm}
-        h, _ = pointwise(form.cell, x, Wx, Wh, None, state, engine=engine, **more)
+        h, _ = pointwise(form.cell, x, Wx, Wh, b=None, state=state, engine=engine, **more)
         return h.sum()
 
     try:
@@ -90,8 +90,9 @@ def main(words: list[str]) -> int:
     file. Return 1 if a cell is refused, else 0."""
     parser = argparse.ArgumentParser(prog="python -m mlx_lstm.check.cells", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where the verdicts are written")
+    options = parser.parse_args(words)
     verdicts = {f"{form.title}, {name}": verdict(form, name) for form in FORMS + NORMED for name in METAL_ENGINES}
-    parser.parse_args(words).json.write_text(json.dumps(verdicts))
+    options.json.write_text(json.dumps(verdicts))
     for name, reason in verdicts.items():
         print(f"{name:28}{reason or 'right'}")
     wrong = [name for name, reason in verdicts.items() if reason]

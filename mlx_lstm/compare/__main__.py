@@ -31,7 +31,7 @@ APPLY = {
     "settle": ("json",),
     "golden": ("contenders", "cases", "all", "json", "plot", "record"),
 }
-"""For each of the options --arrays, --settle and --golden, the names of the options that may be combined with it."""
+"""For each of the options --arrays, --settle and --golden (the modes), the options that may be combined with it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -110,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise ValueError for an option that cannot be used with another option, or that needs a missing package."""
-    chosen = [name for name, value in vars(options).items() if value]
+    chosen = [name for name, value in vars(options).items() if value]  # all defaults are None or False
     for mode in (mode for mode in APPLY if mode in chosen):
         for name in chosen:
             if name != mode and name not in APPLY[mode]:
@@ -203,7 +203,7 @@ def reading_text(reading: Reading, tried_pairs: bool) -> str:
             by_form.setdefault(form, []).append(name)
     phrases = [f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {form}" for form, names in by_form.items()]
     words = " and ".join([*reading.words, *phrases]) or "everything is as documented"
-    left = [name for name, distance in reading.distances.items() if not distance <= 1]
+    left = [name for name, distance in reading.distances.items() if not distance <= 1]  # also NaN
     if not left:
         worst = max(reading.distances.values())
         number = f"all {len(reading.distances)} results agree" if len(reading.distances) > 1 else "the result agrees"
@@ -230,7 +230,7 @@ def show(
 ) -> None:
     """Print the whole report: verdict, explanation, machine, compared pairs, differences, legend, and the contenders
     (implementations) that cannot run here."""
-    out = screen(options)
+    out = screen(options)  # stderr if the JSON goes to stdout
     print(report.summary_text(rows, cases), file=out)
     if explanation:
         print(explanation, file=out)

@@ -90,14 +90,14 @@ def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
     for tensor, axis in {"z_state": -1, "drecurrent_weight": 0, "dbias": 0}.items():
         readings = {
             "i, z, f, o": result(case, tensor),
-            "i, f, z, o": value(case, tensor, lambda fl, t=tensor, a=axis: swapped(evaluated(case, fl)[t], a)),
+            "i, f, z, o": value(case, tensor, lambda fl, t=tensor, a=axis: swapped_2_3(evaluated(case, fl)[t], a)),
             # Apple calls the gate z that the oracle calls g.
             "i, z, o, f": result(case, tensor, gate_order="igof"),
         }
         yield Experiment("forget_gate_last", f"order of the blocks of {tensor}", case, "i, z, f, o", readings)
 
 
-def swapped(array: np.ndarray, axis: int) -> np.ndarray:
+def swapped_2_3(array: np.ndarray, axis: int) -> np.ndarray:
     """Return an array whose second and third of four gate blocks along an axis are exchanged."""
     one, two, three, four = np.split(array, 4, axis=axis)
     return np.concatenate([one, three, two, four], axis=axis)
@@ -106,11 +106,12 @@ def swapped(array: np.ndarray, axis: int) -> np.ndarray:
 def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
     """Yield the experiments E:mask: a case for each layout of the mask. `mlx_lstm.mpsgraph` accepts masks that
     broadcast to [N, H] or [N, 2H]."""
-    shapes: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
-    shapes |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
-    for word, flags in {"[N, H]": {}, "[N, 2H]": {"bidirectional": True}}.items():
-        for letters, taken in shapes.items():
-            layout = f"[{', '.join(str(axis) for axis in letters)}]".replace("DH", word[4:-1])
+    # taken: whether `mlx_lstm.mpsgraph` takes masks of this shape. width: what DH is in words.
+    taken_by_shape: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
+    taken_by_shape |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
+    for width, flags in {"H": {}, "2H": {"bidirectional": True}}.items():
+        for letters, taken in taken_by_shape.items():
+            layout = f"[{', '.join(str(axis) for axis in letters)}]".replace("DH", width)
             yield mask_experiment(rng, layout, letters, taken, flags)
     yield mask_experiment(rng, "[2, N, H] of both directions", (2, "N", "H"), False, {"bidirectional": True})
 

@@ -140,6 +140,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
         results = alone
         arrays = {name: value for name, value in case.arrays.items() if name not in COTANGENTS[case.op]}
         for name, value in arrays.items():
+            # place: the axis of the sequences; in a mask [.., N, DH] the last but one.
             place = (
                 -2 if name == "mask" else next((n for n, parts in enumerate(dump.groups(name)) if "N" in parts), None)
             )
@@ -154,7 +155,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
         return np.inf
     total = 0.0
     for name, value in results.items():
-        errors = [1.0]  # relative errors of the forms in which the app may have saved the result
+        errors = [1.0]  # relative errors of the forms that the result may have; 1: that of zeros, the most that counts
         for form in forms_of(dump, case, name, value):
             if form.key in values:
                 got = form.to_documented(value).astype(np.float64)
@@ -189,12 +190,14 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
 
 def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Iterator[Form]:
     """Yield the forms that the array `value` in the user's dump (arrays saved from an app) may have: each is a
-    meaning and a layout that fit its shape. The documented form comes first."""
+    meaning and a layout that fit its shape. First comes the documented form or, for an array without the time axis, the
+    last step alone."""
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Form("the last step alone", lambda v: v, f"last {name}")
     layouts = possible_layouts(dump, name, value)
     for layout, to_documented in layouts:
         yield Form(layout, to_documented, name)
+    # Other values in place of the result: {name in `predicted`, such as "c squashed": description}.
     others = {f"{name} {suffix}": words for suffix, words in OTHERWISE.items()}
     if case.op == "lstm" and name in ("h", "c"):
         other = "c" if name == "h" else "h"

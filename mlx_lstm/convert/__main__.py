@@ -9,9 +9,10 @@ fit for printing. `shown(text, LINE)` does the same for a whole line. `fail("con
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -22,8 +23,6 @@ from ._files import Model, ending_of, read, replace, some, title, write, write_t
 from ._keys import STYLES, WAYS
 from .keras import stack as stack_of_keras
 from .weights import describe, differences, stacked
-
-T = TypeVar("T")
 
 LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
 """The texts that report expected differences between the old and the new file, by the name of the bias that differs.
@@ -57,7 +56,7 @@ def convert(options: argparse.Namespace) -> list[str]:
     lines say how the layers in the new file differ from those of the source."""
     source, target = options.source, options.target
     is_package = target.suffix == ".mlpackage"
-    ending = target.suffix if is_package else ending_of(target, writes=True)
+    ending = target.suffix if is_package else ending_of(target, writes=True)  # raises an error for an unknown one
     if target.exists() and not options.force:
         raise FileExistsError(f"{target} exists; --force replaces it")
     if target.is_dir() and not is_package:
@@ -77,7 +76,8 @@ def convert(options: argparse.Namespace) -> list[str]:
         write(target, model, force=options.force)
         return [f"{source} -> {target}", *source_lines(model), "  not read again: Core ML packages are only written"]
 
-    # Write the new file to `partial`, a temporary path, read it again, and return what was read.
+    # Write the new file to `partial`, a temporary path, read it again, and return what was read. `write_to` without
+    # --keys takes the style's own words for the directions; `read` without `keys` makes no use of `ways`.
     def write_and_read(partial: Path) -> Model:
         write_to(partial, model, style, options.keys, options.ways if options.keys else None)
         again = read(partial, keys=options.keys if has_keys else None, ways=ways)
@@ -105,15 +105,16 @@ def source_lines(model: Model) -> list[str]:
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    """Read the source file with the command's options; return its layers and arrays."""
+    """Read the source file with the command's options; return its layers and arrays. options.order: the gate order in
+    the file, nonlinearity: the activation of plain RNNs, external_data: whether other files may be read."""
     source = options.source
     keywords = {"keys": options.from_keys, "ways": tuple(options.ways or WAYS), "order": options.order}
     keywords |= {"nonlinearity": options.nonlinearity, "external_data": options.external_data}
     model = read(source, only=options.only, **keywords)
     if not model.layers:
         raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
-    plain = any(weights.cell.op == "rnn" for weights in model.layers.values())
-    if options.nonlinearity and not plain:
+    # Only the layers that were read tell whether one is a plain RNN.
+    if options.nonlinearity and all(weights.cell.op != "rnn" for weights in model.layers.values()):
         rule = f"--nonlinearity must be left out for {source.name}, which has no plain RNN,"
         fail("convert", rule, repr(options.nonlinearity))
     return chosen(model, options)
@@ -124,40 +125,39 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
     say. options.stack: texts such as "lstm,lstm_1", or None. options.prefix: texts "OLD=NEW", or None: names that begin
     with OLD begin with NEW instead. options.layers_only: whether all other arrays are left out."""
     layers, keys = dict(model.layers), dict(model.keys)
-    for wanted in (name for names in options.stack or [] for name in names.split(",")):
-        if wanted not in layers:
-            raise ValueError(f"no recurrent layer is called {wanted!r}; there are {some(map(title, layers))}")
     wanted = [name for names in options.stack or [] for name in names.split(",")]
-    if len(set(wanted)) < len(wanted):
-        fail("convert", "--stack must name each layer once", ", ".join(map(shown, wanted)))
+    for name in wanted:
+        if name not in layers:
+            raise ValueError(f"no recurrent layer is called {name!r}; there are {some(map(title, layers))}")
+        if wanted.count(name) > 1:
+            fail("convert", "--stack must name each layer once", f"{name!r} twice")
     # In a Keras file the outputs of a layer with go_backwards are in the reverse order.
     is_keras = ending_of(options.source) in (".keras", ".h5", ".weights.h5")
     join = stack_of_keras if is_keras else stacked
     for names in options.stack or []:  # such as "lstm,lstm_1": lstm_1 reads the output of lstm
         first, *others = names.split(",")
-        layers[first] = join("--stack", [layers[name] for name in (first, *others)])
+        layers[first] = join("--stack", [layers[name] for name in (first, *others)])  # "[--stack] ..." in errors
         keys[first] = [key for name in (first, *others) for key in keys[name]]
         for name in others:
             del layers[name]
     rest = {} if options.layers_only else model.rest
     for old, new in (pair.split("=", 1) for pair in options.prefix or []):
-        layers, keys, rest = (renamed_all(each, old, new) for each in (layers, keys, rest))
+        layers, keys, rest = (all_renamed(entries, old, new) for entries in (layers, keys, rest))
     return model._replace(layers=layers, rest=rest, keys=keys)
 
 
-def renamed_all(by_name: Mapping[str, T], old: str, new: str) -> dict[str, T]:
-    """Return a dict whose keys are `renamed`. Raise ValueError if two of them are the same then."""
-    found: dict[str, T] = {}
-    for name, value in by_name.items():
-        if (other := renamed(name, old, new)) in found:
-            fail("convert", f"--prefix {shown(old)}={shown(new)} must leave each name once", f"{title(other)} twice")
-        found[other] = value
-    return found
+def all_renamed(entries: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """Return a dict with all names changed by `renamed`. Raise ValueError if two entries would have the same name."""
+    changed = {renamed(name, old, new): entry for name, entry in entries.items()}
+    if len(changed) < len(entries):
+        name = Counter(renamed(name, old, new) for name in entries).most_common(1)[0][0]
+        fail("convert", f"--prefix {old}={new} must leave all names different", f"{title(name)} twice")
+    return changed
 
 
 def renamed(name: str, old: str, new: str) -> str:
     """Return `name` with its beginning `old` replaced by `new`. If `old` is "encoder.", the layer named "encoder" is
-    renamed, too."""
+    renamed, too. A layer of which only `new` is left has no dot at the end: "lstm" with "lstm" as "a." becomes "a"."""
     if f"{name}." == old:
         return new.rstrip(".")
     return (new + name[len(old) :]).rstrip(".") if name.startswith(old) else name
@@ -175,14 +175,15 @@ def comparison(model: Model, again: Model) -> list[str]:
     lines = []
     for (name, old), new in zip(before, after, strict=True):
         changes = differences(old, new)  # names such as "bx" and "forget_bias", or texts such as "A is now B"
-        # bx, bh: the biases of the input's and the recurrent product. With a changed bias the forget bias is not lost:
-        # `write` added it to bx, if the format has no option. If bh changed, too, bx is their sum, which is told apart.
+        # bx, bh: the biases of the input's and the recurrent product. If the forget bias and bx both changed, `write`
+        # added the one to the other, as the format has no such option. If bh changed, too, bx is now the sum of both
+        # biases, which is a second change: it stays in the list, for the text in LOSSES.
         if {"forget_bias", "bx"} <= set(changes):
             lines.append(f"  {title(name)}: the forget bias is a part of the bias now")
             changes = [each for each in changes if each != "forget_bias" and (each != "bx" or "bh" in changes)]
         for each in changes:
             text = each if " is now " in each else f"{each} is not the same in the new file"
-            if text := LOSSES.get(each, text):  # LOSSES: the texts for expected differences of biases
+            if text := LOSSES.get(each, text):  # "" for bh: the text for bx says it
                 lines.append(f"  {title(name)}: {text}")
     return list(dict.fromkeys(lines)) or ["  read back: the same to the last bit"]
 

@@ -2,10 +2,11 @@
 
 MIL is the language of Core ML models. Its operation lstm has the gates input, forget, output and cell, and runs one
 layer, in one direction or both. A stack of layers becomes several such operations. K: layers of a stack, D: directions,
-T: steps, I: input features, H: units. `OURS` is the gate order of `Weights`, `FORMAT` what the operation can store. h_0
-and c_0 are the first states, h_n and c_n the last ones. layers: the stacks to write, `Weights` by name. word: a short
-name such as "h_0"; `title` joins it with the stack's name. tools: the module coremltools; mb: its class `Builder`,
-which makes operations. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...".
+T: steps, I: input features, H: units. `OURS` is the gate order of `Weights`, `FORMAT` what the operation can store.
+weights.layers[layer][direction] is a dict of arrays. h_0 and c_0 are the first states, h_n and c_n the last ones.
+layers: the stacks to write, `Weights` by name. word: a short name such as "h_0"; `title` joins it with the stack's
+name. tools: the module coremltools; mb: its class `Builder`, which makes operations. `fail("convert", rule, got)`
+raises the ValueError "[convert] rule but got ...".
 """
 
 import os
@@ -160,9 +161,8 @@ def mil_arrays(weights: Weights) -> list[Arrays]:
     if weights.cell.op != "lstm":
         why = "as Core ML's gru has no bias inside of its reset gate" if weights.cell.op == "gru" else "for Core ML"
         fail(op, f"layers of a {ENDING} file must be LSTMs, {why},", weights.cell.op)
-    clips = weights.cell.cell_clip is not None
     weights = as_stored(op, weights, FORMAT)  # adds the forget bias to the bias; refuses a projection
-    if clips or any("peephole" in each for layer in weights.layers for each in layer):
+    if weights.cell.cell_clip is not None or any("peephole" in each for layer in weights.layers for each in layer):
         # Both are refused: Core ML's documentation does not say which value is clipped, nor whether the output gate's
         # peephole reads the old or the new c.
         fail(op, f"layers of a {ENDING} file must have no cell_clip and no peephole", weights)

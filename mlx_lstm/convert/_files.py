@@ -81,9 +81,9 @@ def read(
 ) -> Model:
     """Return all recurrent layers of a file, and its other arrays.
 
-    The names and shapes of the arrays tell what a layer is, except in `.keras`, `.h5` and `.onnx`. A layer `Pointwise`,
-    whose cell a user wrote, looks like an LSTM if it has four gates, like a plain RNN if it has one, and like a GRU if
-    it has three and no bias; but not if it has `params`.
+    The names and shapes of the arrays tell what a layer is, except in `.keras`, `.h5` and `.onnx`. So a layer
+    `nn.Pointwise`, whose cell a user wrote, is read as an LSTM if it has four gates, as a plain RNN if it has one, and
+    as a GRU if it has three and no bias. If it has parameters of its own (`params`), it is refused.
 
     Args:
         path (str or Path): a file that ends in `.safetensors` or `.npz`, with keys as in torch, MLX, Keras or
@@ -91,8 +91,8 @@ def read(
         keys (str, optional): the template of the arrays' keys, such as `"{name}.{layer}.{array}_{way}"`. Default:
             detected; directions may be called forward, fwd, backward, bwd, back or reverse.
         ways (sequence of str): the names of the two directions in the keys, for the template's `{way}`.
-        order (str, optional): the gate order in a file of arrays, such as `"icfo"`, if it is not the usual order for
-            such keys.
+        order (str, optional): the gate order in a file of arrays, such as `"icfo"` (whose c is the candidate g), if it
+            is not the usual order for such keys.
         nonlinearity (str, optional): the nonlinearity of plain RNNs, if the file does not name it. Default: tanh.
         external_data (bool): read the files that an `.onnx` file names for its arrays, from the folder of the file
             only. Default: `False`: a file with external data raises a ValueError.
@@ -260,6 +260,7 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
     layers = model.layers if style == "ops" else {name: in_bias(weights) for name, weights in model.layers.items()}
     places: dict[str, _keys.Place] = {}
     for name, weights in layers.items():
+        # The keys tell the directions. The options of a layer hang on its matrices, which every layer has.
         options = {option: value for option, value in weights.options.items() if option != "bidirectional"}
         for key, (array, places[key]) in _keys.keys_of(name, weights, style, keys=keys, ways=ways).items():
             if key in arrays:
@@ -377,15 +378,15 @@ def told_places(budget: Budget, metadata: Mapping[str, str]) -> dict[str, _keys.
 
 def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file: eight bytes with the header's length, the header as JSON, then the arrays. metadata:
-    texts that the header also holds. `DTYPES` has NumPy's dtype for each of the format's names, such as "F32"."""
-    names = {np.dtype(kind): name for name, kind in DTYPES.items()}  # the format's names of dtypes
+    texts that the header also holds. `DTYPES` has NumPy's code of a dtype by the format's name, such as "F32"."""
+    names = {np.dtype(code).newbyteorder("<"): name for name, code in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     data, end = [], 0
     for key, array in arrays.items():
         # NumPy has no bfloat16, so its bytes are written as those of 16-bit integers.
         is_bfloat16 = isinstance(array, mx.array) and array.dtype == mx.bfloat16
         values = np.array(array.view(mx.uint16)) if is_bfloat16 else np.asarray(array)
-        values = np.require(values, values.dtype.newbyteorder("="), "C")  # the machine's byte order, contiguous
+        values = np.require(values, values.dtype.newbyteorder("<"), "C")  # the format's byte order, contiguous
         if values.dtype not in names:
             fail("convert", f"{shown(key)} must have a dtype that safetensors has", values.dtype)
         start, end = end, end + values.nbytes

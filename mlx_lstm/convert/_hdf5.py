@@ -47,14 +47,14 @@ def load() -> None:
 
 
 def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
-    """Return the contents of an HDF5 file. `source` is the open file, or its bytes. Raise ValueError if the file is
-    damaged, or takes more memory or time than `budget` has."""
+    """Return the contents of an HDF5 file. `source` is the open file or, from inside a .keras zip, its bytes. Raise
+    ValueError if the file is damaged, or takes more memory or time than `budget` has."""
     load()  # raises an error if h5py is missing
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
     script = str(Path(__file__).with_name("_hdf5_child.py"))
-    # The code runs the script, whose path is the first argument; `words` are the script's own arguments: the path of
-    # the module `budget`, the bytes of the file, the bytes that it may still take, and the seconds.
+    # The code, before which `child_command` imports sys, runs the script, whose path is the first argument. words: the
+    # script's own arguments: the path of the module `budget`, the bytes of the file, the bytes still free, the seconds.
     code = "from runpy import run_path; run_path(sys.argv.pop(1), run_name='__main__')"
     words = [str(limits.__file__), str(budget.stored), str(budget.left), str(int(budget.seconds) + 1)]
     given: dict[str, Any] = {"input": source} if isinstance(source, bytearray) else {"stdin": source}

@@ -72,7 +72,7 @@ def contents(file: Any, budget: Any) -> Contents:
             return
         if item.external or item.is_virtual:
             raise Refused(f"{path} must lie in the file itself but is read from other files")
-        numbers = item.dtype.kind in "fiub" and item.dtype.itemsize <= 8
+        numbers = item.dtype.kind in "fiub" and item.dtype.itemsize <= 8  # no long double, which MLX lacks
         if item.shape is None or not (numbers or item.dtype.str == "|V2"):  # V2: bfloat16 as Keras stores it
             others += 1
             return
@@ -114,9 +114,9 @@ def names_below(group: Any, name: str) -> list[str]:
     found: list[str] = []
 
     def visit(path: str, item: Any) -> None:
-        # Keras gives each layer's group an attribute weight_names; the first group is no layer.
+        # Keras gives each layer's group an attribute weight_names, but also the group that is excluded here.
         is_layer = path != "top_level_model_weights" and any(each.startswith("weight_names") for each in item.attrs)
-        if is_layer if name == "layer_names" else isinstance(item, h5py.Dataset):
+        if (name == "layer_names" and is_layer) or (name == "weight_names" and isinstance(item, h5py.Dataset)):
             found.append(path)
 
     group.visititems(visit)

@@ -69,7 +69,7 @@ def load() -> Any:
 
 def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
     """Read a Keras file. Return its layers by name, all other arrays, the keys of each layer, and notes on what was
-    not read. only: the layers that must be readable; others are left out where they are not."""
+    not read. only: the layers that must be readable; of others, unreadable ones are left out except for their keys."""
     _hdf5.load()  # raises ImportError if h5py is missing
     # config: the model's configuration, if the file has one. contents: the arrays and texts of the HDF5 file.
     config, budget = None, file.budget
@@ -158,9 +158,9 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
 
 
 def walk(config: Mapping[str, Any], place: str, name: str, budget: Budget) -> Iterator[Known]:
-    """Yield all layers in a model's configuration, also the layers of nested models. place: the group of the .h5 file
-    that holds the model's weights, with a slash at its end; name: the names of the models around it, with dots between.
-    Both are empty for the outermost model. They get longer with each level, so the budget counts their characters."""
+    """Yield all layers in a model's configuration, also the layers of nested models. place: the group of the model's
+    weights in model.weights.h5, such as "layers/sequential/"; name: the names of the models around it, such as
+    "encoder.". Both are empty for the outermost model. They get longer with each level, so the budget counts them."""
     # In old versions of Keras the configuration of a Sequential is the list of layers itself.
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
@@ -257,6 +257,7 @@ def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direc
             if other in names:
                 parts.pop()
                 way = match[1]
+        # Keras repeats names: "model//model/lstm" is layer lstm of a model, "lstm//model/lstm" is just lstm.
         if parts and parts[0] == layer:
             parts.pop(0)
         elif parts and parts[-1] == layer:
@@ -369,8 +370,9 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
             write_legacy(file, made, config)
         else:
             write_new(file, made)
+        # Keras ignores the configuration in a .weights.h5; `read` finds the options in it. The paths tell directions.
         if ending == ".weights.h5" and any(weights.options.keys() - {"bidirectional"} for weights in layers.values()):
-            file.attrs["model_config"] = json.dumps(config)  # Keras ignores it here, `read` finds the options in it
+            file.attrs["model_config"] = json.dumps(config)
     if ending != ".keras":
         path.write_bytes(data.getbuffer())
         return
@@ -399,8 +401,8 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
             backward = spec_of(kind, config | {"name": f"backward_{title}", "go_backwards": True}, shape)
             both = {"name": title, "merge_mode": "concat", "layer": spec, "backward_layer": backward}
             spec = spec_of("Bidirectional", both, shape)
-        n = len(arrays) // D  # the arrays of one direction
-        stack.append(KerasLayer(spec, [arrays[way * n : (way + 1) * n] for way in range(D)]))
+        count = len(arrays) // D  # the arrays of one direction
+        stack.append(KerasLayer(spec, [arrays[way * count : (way + 1) * count] for way in range(D)]))
     return stack
 
 
@@ -410,20 +412,21 @@ def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
     zeros to the others."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # our names of activations, and Keras'
     cell = weights.cell
-    # names: the activation of the candidate, then that of the gates i or r, which all other gates share.
+    # names: Keras' two activations: of the candidate, and of all other gates. `to_keras` refused other cells before.
     names = [*cell.activations] if cell.op == "rnn" else [cell.activations[2], cell.activations[0]]
     for name in names:
         if name not in words:
             raise ValueError(f"[convert] activations must be those of Keras 3, {', '.join(words)}, but got {name!r}.")
     config = {"units": weights.hidden_size, "activation": words[names[0]], "use_bias": use_bias, "dtype": dtype}
     config |= {"recurrent_activation": words[names[1]]} if len(names) > 1 else {}
-    config |= {"reset_after": cell.reset == "after"} if cell.reset else {}
+    config |= {"reset_after": cell.reset == "after"} if cell.reset else {}  # only a GRU has a reset
     return config | {"return_sequences": True, "go_backwards": weights.reverse}
 
 
 def spec_of(kind: str, config: dict[str, Any], shape: list[int | None]) -> dict[str, Any]:
     """Return the description of a layer as Keras serializes it. kind: its class. config: the arguments of its
-    constructor. shape: the shape of its input, with None for an axis of any size."""
+    constructor. shape: the shape of its input, with None for an axis of any size; an InputLayer has it in its config.
+    registered_name: None, as the classes are Keras' own."""
     spec = {"module": "keras.layers", "class_name": kind, "config": config, "registered_name": None}
     return spec | ({"build_config": {"input_shape": shape}} if kind != "InputLayer" else {})
 
@@ -431,10 +434,10 @@ def spec_of(kind: str, config: dict[str, Any], shape: list[int | None]) -> dict[
 def sequential(name: str, made: list[KerasLayer]) -> dict[str, Any]:
     """Return the description of a Sequential model of the layers `made`, as Keras serializes it."""
     shape = made[0].spec["build_config"]["input_shape"]
-    dtype = inner(made[0].spec)["config"]["dtype"]
+    dtype = inner(made[0].spec)["config"]["dtype"]  # a Bidirectional has none of its own
     first = spec_of("InputLayer", {"batch_shape": shape, "dtype": dtype, "name": f"{name}_input"}, shape)
     config = {"name": f"{name}_model", "layers": [first, *(each.spec for each in made)], "build_input_shape": shape}
-    return spec_of("Sequential", config, shape) | {"module": "keras"}
+    return spec_of("Sequential", config, shape) | {"module": "keras"}  # Keras' layers are in keras.layers
 
 
 def inner(spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -498,6 +501,7 @@ def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[s
         for layer in each:
             title, kind = layer.spec["config"]["name"], snake(inner(layer.spec)["class_name"])  # kind: such as lstm
             for way, arrays in zip(("forward", "backward"), layer.ways, strict=False):
+                # Such as lstm/lstm_cell, or with a model's group around it a_model/lstm/lstm_cell.
                 path = f"{title}/{way}_{title}/{kind}_cell" if len(layer.ways) == 2 else f"{title}/{kind}_cell"
                 path = f"{name}/{path}" if name != title else path
                 for word, array in zip(NAMES, arrays, strict=False):

@@ -208,9 +208,8 @@ def layers_of(
     layers' names. Numbered layers whose sizes fit become one stack, and two directions become one layer.
 
     arrays: by key. told: what the file's metadata tell. keys: a template of the keys, with the names `ways` of the
-    directions. order: the gate order in the file. nonlinearity:
-    the activation of plain RNNs. None: the usual ones. only: the layers that must be readable; others are left out
-    where they are not, except for their keys.
+    directions. order: the gate order in the file. nonlinearity: the activation of plain RNNs. None: the usual ones.
+    only: the layers that must be readable. Of others, unreadable ones are left out, but their keys are in `used`.
     """
     # buckets: the groups of keys by the name that layers of a stack and both directions have in common.
     buckets: dict[str, list[Group]] = {}
@@ -290,8 +289,9 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
-    """Return the strings in `names` with which `key` begins, if a number follows that may be the number of a layer. For
-    the key "a.12.weight" these are "a" (the number is 12) and "a.1" (the number is 2), if both are in `names`."""
+    """Return the strings in `names` with which `key` begins, if a number follows that may be the number of a layer: for
+    "rnn.12.Wx" it is "rnn" (12), for "lstm1.Wx" with a template "{name}{layer}.{array}" it is "lstm" (1). The caller
+    counts the keys of each name, to see whether others than recurrent layers are numbered after it."""
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
@@ -331,9 +331,9 @@ def arranged(
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
     full = full and layers == set(range(len(layers))) and len({group.way is None for group in groups}) == 1
     if full and len(ways) == 1 and groups[0].way == 0 and not groups[0].numbered:
-        full = False  # all keys contain "forward", none "backward": it is part of a name, not a direction
+        full = False  # all keys contain "forward" (without a word, way is None), none "backward": it is part of a name
     # torch's keys (`_l0`) always mean one stack, and errors in them are reported later. Of other keys all must be
-    # there, the sizes must fit, and numbers in the keys, if any, must count layers only.
+    # there, the sizes must fit, and numbers in the keys must count layers only. The last condition: there are none.
     if groups[0].numbered or (
         full and fits(whole, parts, len(ways)) and (alone or (layers == {0} and groups[0].layer is None))
     ):
@@ -382,15 +382,15 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
         if f"{key}_scales" in arrays:
             fail("convert", f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
     by_leaf = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
-    # `REFUSED` has the leaves of arrays that no format holds. Only beside a kernel, as in haste, is gamma one of them.
+    # `REFUSED` has the leaves of arrays that no format holds; gamma is refused only beside a kernel, as haste has it.
     for leaf, why in REFUSED.items():
         if group.title(leaf) in arrays and (leaf != "gamma" or "kernel" in by_leaf):
             rule = f"{group.title(leaf)} must not be there: {why}; only= and --only read the others,"
             fail("convert", rule, "this key")
     if "kernel" in by_leaf:
         return [keras_words(group, by_leaf, order)]
-    # `ENTRIES` has the name in `Weights` for each leaf. No two leaves may have the same one, and a single bias excludes
-    # two of them.
+    # `ENTRIES` has the name in `Weights` for each leaf. No two leaves may have the same one. A single bias may not
+    # stand beside bias_ih; `settled` refuses it beside bias_hh alone.
     words: Arrays = {}
     for leaf, array in by_leaf.items():
         if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in by_leaf):
@@ -474,6 +474,7 @@ def weights_of(
     # Return the key of an array for an error text. If the file lacks the array, return the key that it would have.
     # word: the array's name in `Weights`, such as "Wx".
     def title(layer: int, way: int, word: str) -> str:
+        # Its own group, else that of both directions, else, of a missing layer, any.
         group = stack.get((layer, way)) or stack.get((layer, 0)) or next(iter(stack.values()))
         leaves = [leaf for leaf, ours in ENTRIES.items() if ours == word]  # those of this array in all formats
         leaf = next((leaf for leaf in leaves if leaf in group.keys), None)
@@ -481,6 +482,7 @@ def weights_of(
         leaf = leaf or next((leaf for leaf in ("bias", "b") if word in ("bx", "bh") and leaf in group.keys), leaves[0])
         if (layer, way) in stack or not group.numbered:
             return group.title(leaf)
+        # The array's layer or direction is missing, and the key would have the number of another.
         return f"{leaf} of layer {layer}, {WAYS[way]}"
 
     first = next(iter(stack.values()))

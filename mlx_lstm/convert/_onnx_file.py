@@ -52,7 +52,7 @@ def load() -> Any:
 def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) -> Found:
     """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer's arrays, and
     notes on inputs that are not weights. external_data: whether files that the model names for its tensors may be read.
-    only: the layers that must be readable; others are left out where they are not."""
+    only: the layers that must be readable; of others, unreadable ones are left out."""
     onnx, data = load(), file.read()
     check_count(data, onnx.ModelProto.DESCRIPTOR, file.budget)  # refuses a message that would fill the memory
     try:
@@ -60,8 +60,9 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
     except Exception as error:  # protobuf raises an error whose class differs between releases
         broken(shown(error))
     if not model.graph.node or not model.opset_import:
-        broken("or no model: it has no nodes or no opset")
-    # torch's exporter stores some weights as initializers and others as Constant nodes, so both are read.
+        broken("or no model: it has no nodes or no opset")  # "it is truncated or damaged: or no model: ..."
+    # torch's exporter stores some weights as initializers and others as Constant nodes, so both are read. `t`, the
+    # attribute's tensor, is empty in a Constant of another kind, such as value_int; `array_of` refuses it as a weight.
     initializers = [(each.name, each) for each in model.graph.initializer]
     nodes = [node for node in model.graph.node if node.op_type == "Constant" and node.attribute]
     tensors = [*initializers, *((file.budget.name(node.output[0]), node.attribute[0].t) for node in nodes)]
@@ -222,7 +223,7 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
     if tensor.data_location == onnx.TensorProto.EXTERNAL:  # onnx would read a file of the working folder
         fail("convert", f"{shown(name)} must lie in the file itself", "external data")
     check_shape(name, tuple(tensor.dims))
-    # Numbers that are not in raw_data may take one byte each in the file, and eight in memory.
+    # Numbers that are not in raw_data are in one of these fields. They may take one byte in the file, eight in memory.
     budget.take(8 * max(len(getattr(tensor, f"{kind}_data")) for kind in ("float", "double", *INTEGERS)), name)
     try:
         array = onnx.numpy_helper.to_array(tensor)

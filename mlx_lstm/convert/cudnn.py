@@ -73,8 +73,8 @@ class Layout(NamedTuple):
         return [(rows, self.columns(layer)), (rows, self.S)] + ([(self.P, self.H)] if self.P else [])
 
     def canonical(self) -> tuple[list[tuple[int, int]], list[tuple[int]]]:
-        """Return (shapes of all matrices, shapes of all biases) in the order of the buffer. Each gate has a separate
-        W, R, bW and bR; a projection is one matrix."""
+        """Return (shapes of all matrices, shapes of all biases) in the order of the buffer, in TensorFlow's canonical
+        form: each gate has a separate W, R, bW and bR; a projection is one matrix."""
         weights = []
         for layer in range(self.L):
             # W, R: the shapes of the matrices of all gates together; projection: [] or its shape.

@@ -58,7 +58,7 @@ def from_haste(layer: Any, *, prefix: str = "") -> Weights:
     Raises:
         ValueError: a key is missing or unknown, a shape does not fit, the layer is normalised, or its option `zoneout`
             is not 0. Zoneout is no weight: for a layer with zoneout pass `layer.state_dict()`, and run the weights with
-            `mlx_lstm.cells.zoneout_lstm`. haste applies zoneout to h only, so `hold_c` is 0.
+            `mlx_lstm.cells.zoneout_lstm`. haste applies zoneout to h only, so pass that cell `hold_c` = 0.
 
     Example:
         >>> import mlx.core as mx

@@ -114,7 +114,8 @@ def from_arrays(
     by direction. config: the layer as Keras serialized it; if None, the shapes identify the cell. name: the layer's
     name, for error texts. slope: the slope of hard_sigmoid, "x/5" (Keras 2) or "x/6" (Keras 3)."""
     # inner: the configuration with the cell's options, without a Bidirectional around it. cudnn: for each direction the
-    # arrays of a CuDNNLSTM or CuDNNGRU in the usual layout, or None for other layers.
+    # arrays of a CuDNNLSTM or CuDNNGRU in the usual layout, or None for other layers. Their bias is [2, GH]. A GRU
+    # with such a bias resets after the product, as these do, so below only an LSTM is a special case.
     inner = None if config is None else wrapped(op, config, name)
     cudnn = [of_cudnn(*arrays) for arrays in ways]
     ways = [arrays for arrays in cudnn if arrays] if all(cudnn) else ways
@@ -139,6 +140,7 @@ def from_arrays(
     of = f" of {name}" if name else ""
     layer = [direction(op, cell.op, arrays, biases=biases, of=of) for arrays in ways]
     titles = {"Wx": "kernel", "Wh": "recurrent_kernel"}  # Keras' names; both biases are called bias
+    # A layer of both directions has its go_backwards in the layer inside, and `wrapped` checks it.
     reverse = config is not None and len(ways) == 1 and bool(config["config"].get("go_backwards"))
     # The last argument names an array in error texts; word is its name in `Weights`.
     return checked(op, Weights(cell, [layer], reverse), lambda layer, way, word: titles.get(word, "bias") + of)
@@ -167,6 +169,7 @@ def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         inner = config["config"]
         # Without a "backward_layer" Keras runs a copy of "layer" in the second direction.
         forward, backward = inner["layer"], inner.get("backward_layer") or inner["layer"]
+        # Other options, such as units, show in the shapes of the arrays.
         keys = ("activation", "recurrent_activation", "reset_after")
         # cells: the configurations with the cells' options, which an RNN has one level deeper.
         cells = [wrapped(op, each, name)["config"] for each in (forward, backward)]

@@ -149,6 +149,7 @@ def check_default(op: str, name: str, key: str, value: Any) -> None:
         value = next((word for function, word in NONLINEARITIES.items() if value is function), value)
     value = tuple(value) if isinstance(value, list) else value  # as JSON writes a tuple
     allowed = [None, *DEFAULTS[key]]
+    # The type test keeps out arrays, whose == gives an array, and 1, which equals True.
     if not any(value is one or (isinstance(value, type(one)) and value == one) for one in allowed):
         shown = ", ".join(map(repr, DEFAULTS[key]))
         fail(op, f"{name} must be {shown}, as only the arrays of the object are read,", repr(value))

@@ -169,7 +169,7 @@ def from_ops(
     """Return `Weights` made from the arguments of calls of `mlx_lstm.lstm`, `gru` or `rnn`, one call per layer.
 
     Args:
-        op (str): `"lstm"`, `"gru"` or `"rnn"`.
+        op (str): the function that was called, `"lstm"`, `"gru"` or `"rnn"`.
         layers (list of dict): for each layer `Wx`, `Wh`, maybe `b`, `bhn`, `Wp`, `peephole`, both directions in one
             array.
         bidirectional, reverse, options: the keywords of the call, `gate_order` included.
@@ -184,7 +184,7 @@ def from_ops(
         >>> list(convert.to_torch(convert.from_ops("lstm", [arrays], gate_order="igfo")))
         ['weight_ih_l0', 'weight_hh_l0', 'bias_ih_l0', 'bias_hh_l0']
     """
-    name = "from_ops"
+    name = "from_ops"  # with which error texts begin; `op`, the user's argument, is the kind of cell here
     check_option(name, "op", op, tuple(CELLS))
     check_flag(name, "bidirectional", bidirectional)
     check_flag(name, "reverse", reverse)

@@ -214,7 +214,7 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
     if cell.reset:  # "after" or "before" in a GRU, else ""
         attributes["linear_before_reset"] = int(cell.reset == "after")
     attributes |= activation_attributes(op, cell, weights.directions)
-    if cell.cell_clip or cell.output_peephole == "previous":
+    if cell.cell_clip or cell.output_peephole == "previous":  # None and "" in cells without these options
         fail(op, "cell_clip and output_peephole must be the default, as ONNX has no place for others,", cell)
     op_type = next(name for name, kind in OPS.items() if kind == cell.op)
     nodes = []
@@ -238,11 +238,12 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
     # ONNX has fewer activations: one for the gates of an LSTM or GRU, one for the candidate, one for an LSTM's output.
     # acts is (i, f, g, o, output), (r, z, n) or one, so take the first, the third and the fifth.
     chosen = [acts[0], *acts[2::2]]
+    # What the cell's activations must be: (r, r, n) in a GRU, (i, i, g, i, output) in an LSTM.
     if len(chosen) > 1 and acts != (chosen[0], chosen[0], chosen[1], chosen[0], chosen[-1])[: len(acts)]:
         which = "both" if cell.op == "gru" else "all"
         fail(op, f"activations must be the same for {which} gates, as ONNX has them,", acts)
     theirs = [ACTIVATIONS[act] for act in chosen] * D  # (ONNX' name, alpha, beta)
-    if tuple(one[0] for one in theirs) == DEFAULTS[cell.op] * D:
+    if tuple(one[0] for one in theirs) == DEFAULTS[cell.op] * D:  # Sigmoid and Tanh, which have no alpha and beta
         return {}
     attributes: dict[str, Any] = {"activations": [one[0] for one in theirs]}
     if alphas := [one[1] for one in theirs if one[1] is not None]:

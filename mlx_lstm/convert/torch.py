@@ -92,6 +92,7 @@ def check_prefix(op: str, whole: Mapping[str, Any], arrays: Mapping[str, Any], p
     if prefixes and prefix not in found:
         rule = f"prefix must be that of a layer: layers found: {prefixes}; pass prefix=,"
         fail(op, rule, repr(prefix))
+    # A key with a dot after the prefix is that of a deeper layer: the prefix selects several.
     if len(found) > 1 and any("." in key[len(prefix) :] for key in arrays):
         fail(
             op, f"prefix must select one layer: layers found: {', '.join(map(repr, map(shown, found)))},", repr(prefix)
@@ -110,7 +111,8 @@ def assembled(
     shape of Wh tells the number of gates, and so the cell.
 
     title: a function that returns the name of an array for error texts. options: values for `Weights.options`;
-    options that this cell does not have are ignored. lenient: accept that some layers lack a bias that others have.
+    options that this cell does not have are ignored. lenient: accept that some layers lack a bias that others have, as
+    in files with the keys of MLX, whose layers have a bias each or none.
     """
     # K, D: one more than the greatest number of a layer, and of a direction.
     K, D = (max((layer_and_way[n] for layer_and_way in parts), default=0) + 1 for n in range(2))

@@ -3,8 +3,9 @@
 The buffer is one array with all weights and biases of L layers with D directions. Its canonical arrays are one W_g [H,
 in] and one R_g [H, S] per gate g, with a bias [H] each: W_g multiplies the layer's input, R_g multiplies h. in: the
 width of the layer's input, H: units, S: the width of h, P: the width of the projection. `where` is the `Layout` with
-these sizes. Each op makes `Attributes` of its keywords; `layout` checks them and returns the `Layout`. op: the function
-that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+these sizes; the arguments T and S of `cudnn_rnn_params_size` are dtypes, TensorFlow's names. Each op makes `Attributes`
+of its keywords; `layout` checks them and returns the `Layout`. op: the function that error texts begin with; `fail(op,
+rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Sequence
@@ -269,8 +270,7 @@ def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: 
     for (name, arrays), shapes in zip(both.items(), where.canonical(), strict=True):
         for n, (array, shape) in enumerate(zip(arrays, shapes, strict=True)):
             dtype = getattr(weights[0], "dtype", None)
-            # The array's own shape is passed, so that only its class and dtype are checked.
-            check_array(op, f"{name}[{n}]", array, None, dtype)
+            check_array(op, f"{name}[{n}]", array, None, dtype)  # None: of any shape; all have one dtype
             if array.size != prod(shape):
                 fail(op, f"{name}[{n}] must have {prod(shape)} elements, {list(shape)},", f"shape {list(array.shape)}")
     return mx.concatenate([array.reshape(-1) for array in (*weights, *biases)])

@@ -108,8 +108,8 @@ class Stack(NamedTuple):
             factors = dropout_factors(where, x, self.attributes) if dropout else no_factors
             if dropout and choice.current_device() == "cpu":
                 # The dropout factors depend only on the seeds, so `have_values` evaluates them here, once. Otherwise
-                # the engine would have to evaluate their graph, which generates the random numbers. transforming=False:
-                # they need not keep this graph, because they have no gradient.
+                # the engine `numpy`, which needs values, would evaluate their graph, which generates the random
+                # numbers. transforming=False: they need not keep this graph, because they have no gradient.
                 have_values([factor for factor in factors if factor is not None], transforming=False)
             options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
             results = run_layers(where, params, x, first, factors, options)
@@ -225,7 +225,8 @@ class Stack(NamedTuple):
         check_params(op, where, params, input.dtype)
         if self.forward_name != "CudnnRNNV3":  # the other versions have no lengths
             return where, None
-        # traced: the lengths are a placeholder of `mx.compile` or the like, so their values cannot be read.
+        # traced: the lengths are a placeholder of `mx.compile` or the like, so their values cannot be read. shortest=1:
+        # as `cudnn_rnn_v3` documents.
         traced = isinstance(sequence_lengths, mx.array) and not have_values([sequence_lengths])
         lengths = check_lengths(op, sequence_lengths, N, T, traced=traced, name="sequence_lengths", shortest=1)
         return where, lengths if traced or (lengths < T).any().item() else None
@@ -294,7 +295,8 @@ def run_layers_backward(
     """
     weights, gradients, last = layer_arrays(where, params), [], dict(cotangents)
     dh = last.pop("dh")
-    # input_factors[n]: the factors on the input of layer n, which is h of layer n - 1; None for layer 0.
+    # input_factors[n]: the factors on the input of layer n, which is h of layer n - 1; None for layer 0. Popped, as the
+    # rest of saved[layer] becomes keywords below; those on h of the top layer, where no dropout is, stay unused.
     input_factors = [None, *(layer.pop("factors", None) for layer in saved)]
     for layer in reversed(range(where.L)):
         layer_input = scaled(saved[layer - 1]["h"], input_factors[layer]) if layer else x

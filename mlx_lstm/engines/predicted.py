@@ -50,7 +50,7 @@ NORM_CYCLES = 1.25
 instructions."""
 
 CACHE_BYTES = 9
-"""How many bytes per cycle a core loads from the cache that all cores share, while all cores load from it."""
+"""How many bytes per cycle each core loads from the cache that all cores share, while all cores load from it."""
 
 
 class Prediction(NamedTuple):
@@ -77,9 +77,9 @@ def predict(
     if H > WIDEST:  # no kernel of `fused` was counted at this H
         return Prediction("stepwise", f"H = {H} > {WIDEST}, up to which kernels of fused were counted")
     layer = LayerSize(cell, B, H, dtype.size, directions, cores, packing)
-    fused = step_cycles(layer, rows_for(layer)) * (1 if cell.norm is None else NORM_CYCLES)
+    fused = step_cycles(layer, rows_for(layer)) * (1 if cell.norm is None else NORM_CYCLES)  # a factor, 1.25
     share = fused / stepwise_cycles(cell, dtype, B, H, cores, directions, packing)  # the time of `fused` relative to it
-    weights = f", weights of {field_of(packing)} bits," if packing else ""
+    weights = f", weights of {packing.bits} bits," if packing else ""
     where = f"in {str(dtype).removeprefix('mlx.core.')}{weights} at B = {B}, H = {H} on {cores} GPU cores"
     where += "" if cell.norm is None else ", with layer normalisation"
     reason = f"fused takes {share:.2g} of the time of stepwise {where}"
@@ -95,8 +95,9 @@ def stepwise_cycles(
     # A call of two steps; the number of steps does not matter. The second H is the width of h.
     problem = Problem(2, B, H, H, cell, dtype, bidirectional=directions == 2, limits=LIMITS._replace(cores=cores))
     numbers = directions * cell.gates * H * H  # the recurrent weights
-    size = field_of(packing) / 8 if packing else dtype.size  # bytes per weight
-    # Quantized weights have no gradient, so only the forward pass counts.
+    # size: bytes per weight. Quantized weights count as 4 or 8 bits, as in `fused`, so that there are two tables of
+    # defaults. They have no gradient, so only the forward pass counts.
+    size = field_of(packing) / 8 if packing else dtype.size
     total = BUILDING["forward" if packing else "both"]
     for backward in (False,) if packing else (False, True):
         # rows, units: what a threadgroup computes; 8 units if UNITS has no number for so many gates.
@@ -104,11 +105,13 @@ def stepwise_cycles(
         down = -(-B // rows)  # parts of the batch, of `rows` items each
         groups = directions * down * -(-H // units)  # threadgroups
         one = CYCLES[rows] * numbers * down * rows / groups  # the cycles of one threadgroup's multiplications
-        waits = TURN * (cell.gates * H if backward else H) / TERMS  # the cycles for which it waits for weights
+        # waits: the cycles for which it waits for weights. A sum of Wh h has H terms, one of Wh^T dz has gates x H.
+        waits = TURN * (cell.gates * H if backward else H) / TERMS
         loaded = numbers * down * size / (CACHE_BYTES * cores)  # the cycles to load all weights from the shared cache
         each = -(-groups // cores)  # the threadgroups of the busiest core
-        # The slowest of four limits decides: arithmetic, one threadgroup's waits, the shared cache, a core's loads. A
-        # step with layer normalisation needs a second launch.
+        # The slowest of four limits decides: arithmetic, one threadgroup's waits, the shared cache, and a core's loads
+        # of `numbers * size / groups` bytes for each of its threadgroups. A step with layer normalisation needs a
+        # second launch.
         total += LAUNCH if cell.norm is None else 2 * LAUNCH
         total += max(each * one, one + waits, loaded, numbers * size / groups / BYTES_PER_CYCLE * each)
     return total

@@ -37,7 +37,8 @@ class Launch(NamedTuple):
 
 
 def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
-    """Return what a layer needs at every step. arrays: the parameters, and an input "x" of any value.
+    """Return what a layer needs at every step. arrays: the parameters, and an array "x", of which only shape and dtype
+    are read.
 
     Everything that depends on the parameters alone is computed here: `ops` gets dequantized weights, and `fused` the
     recurrent weights in the order in which its threads read them.

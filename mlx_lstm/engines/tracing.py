@@ -70,7 +70,8 @@ ZERO = mx.array(0.0)
 
 
 class Probe(local):
-    """A compiled function for each thread, and the number of times that Python has run it.
+    """A compiled function for each thread, and the number of times that Python has run it: by this number
+    `is_transforming` finds out whether an array is a tracer.
 
     A compiled function leaves Python objects in a cache of the thread that called it. MLX frees that cache when the
     thread has ended, and the process aborts if Python is shutting down at that moment. As an attribute of a `local`,

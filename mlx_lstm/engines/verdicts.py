@@ -83,16 +83,17 @@ def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
         seconds = DAY if keeping == "day" else WEEK if count >= PROCESSES else 0.0
         kept = Kept(reason, time.time() + seconds if seconds else 0.0, count)
     _known[trial] = kept
-    content = dict([*content.items(), (names(), mine | {trial: kept})][-MACHINES:])
+    content = dict([*content.items(), (names(), mine | {trial: kept})][-MACHINES:])  # the newest ones
     texts = {name: {key: written(one) for key, one in own.items()} for name, own in content.items()}
     with suppress(OSError):
         file().parent.mkdir(parents=True, exist_ok=True)
+        # force: replace the file.
         write_whole(file(), lambda partial: partial.write_text(json.dumps(texts, indent=1) + "\n"), force=True)
 
 
 def keeping_of(reason: str) -> str:
-    """Return how long `verdicts.json` keeps a verdict with this reason, in words: "always", "for a week", "for a day",
-    or "" if only this process obeys it."""
+    """Return how long `verdicts.json` keeps the latest verdict with this reason, in words for a warning: "always", "for
+    a week", "for a day", or "" if only this process obeys it. A caller that warns knows the reason, but no trial."""
     kept = next((one for one in reversed(_known.values()) if one.reason == reason), None)
     if kept is None or kept.until == 0.0:  # 1970: no other process obeys such a verdict
         return ""
@@ -102,8 +103,8 @@ def keeping_of(reason: str) -> str:
 
 
 def forget() -> None:
-    """Forget the results of test runs of kernels that this process has read or stored. The file `verdicts.json`
-    remains."""
+    """Forget the verdicts that this process has read or stored, and for which broken files it has warned, so that the
+    next call reads the file again. The file remains. Only tests call this."""
     _known.clear()
     _broken.clear()
 
@@ -136,7 +137,8 @@ def written(kept: Kept) -> str | dict[str, Any]:
 
 
 def kept_of(value: Any) -> Kept:
-    """Return the verdict that `written` has converted. Raise TypeError or ValueError if it is no such value."""
+    """Return the verdict from which `written` made this value. Raise TypeError or ValueError if it is no such value. A
+    verdict that counts always is a text, so a dict has a time `until`."""
     if isinstance(value, str):
         return Kept(value)
     kept = Kept(**value)

@@ -1,7 +1,8 @@
 """Draw random calls of the ops `lstm`, `gru`, `rnn`, called cases, and run them on an engine.
 
-A case is a dict of an op's keyword arguments, with arrays as NumPy arrays, and `op`, the op's name (default:
-`lstm`).
+A case is a dict of an op's keyword arguments, with arrays as NumPy arrays, and `op`, the op's name (default: `lstm`).
+A `Case` is such a dict with a dtype, cotangents of outputs and quantized weights. It also divides the dict into arrays
+and options; names(training) are its results. `NORMS` are the names of the scales and shifts of layer normalisation.
 """
 
 from collections.abc import Mapping
@@ -218,7 +219,7 @@ def draw_away_from_kinks(
     seed: int, margin: float = KINK_MARGIN, **options: Any
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Draw (case, cotangents) repeatedly until no argument of relu, of hard_sigmoid or of a clip that stops gradients
-    is within `margin` of a kink."""
+    is within `margin` of a kink. A rounding error could move such an argument across, and the gradient would jump."""
     rng = np.random.default_rng(seed)
     dtype = options.get("dtype", np.float64)
     for _ in range(200):
@@ -252,7 +253,7 @@ def as_arguments(case: Mapping[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in case.items() if name not in (*NORMS, "norm")}
     if case.get("norm") is not None:
         of_norm = {name: case[name] for name in NORMS if name in case}
-        rest["norm"] = recurrence.norm_given(NormOptions(*case["norm"]), of_norm)
+        rest["norm"] = recurrence.norm_given(NormOptions(*case["norm"]), of_norm)  # in a `Case` it may be a plain tuple
     return rest
 
 

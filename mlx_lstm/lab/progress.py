@@ -61,7 +61,7 @@ class Progress:
         """Yield the items, and show the number of the current item and the estimated time left."""
         start = time.monotonic()
         for n, item in enumerate(items):
-            passed = time.monotonic() - start
+            passed = time.monotonic() - start  # at n = 0 less than EARLY, so no division by 0
             self.say(f"{n + 1} of {len(items)} {title}", passed / n * (len(items) - n) if passed > EARLY else None)
             yield item
         self.say("")
@@ -88,7 +88,7 @@ class Progress:
             self.out.flush()
 
     def draw(self) -> None:
-        """Draw the progress line of a terminal in its current state."""
+        """Draw the progress line of a terminal in its current state; nothing outside the `with` block of the thread."""
         if self.thread.is_alive() and self.out.isatty():
             self.out.write(ERASE + self.line()[: shutil.get_terminal_size().columns - 1])
             self.out.flush()

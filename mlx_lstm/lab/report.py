@@ -78,13 +78,13 @@ def json_text(content: Any) -> str:
 
 
 def printable(value: Any, home: str) -> Any:
-    """Return a value without numbers that JSON lacks, and without the path of the home folder."""
+    """Return a value without numbers that JSON lacks, and without the path of the home folder, which names the user."""
     if isinstance(value, dict):
         return {str(key): printable(part, home) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [printable(part, home) for part in value]
     if isinstance(value, str):
-        return value.replace(home, "~") if len(home) > 1 else value
+        return value.replace(home, "~") if home not in ("", "/") else value  # "/" is in every path
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -179,7 +179,8 @@ def translate(
     Apple's names, None for those that the caller left out. The options are those of `single_gate_rnn`."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
-    # words: Apple's names of the arrays, and those of `mlx_lstm.rnn`; z_state is either its gates or its h.
+    # words: Apple's names of the arrays, and those of `mlx_lstm.rnn`. z_state becomes the argument "gates"
+    # (preactivations) or "h" (activations) of `rnn_gradients`.
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}
     (activation,) = activation_names(op, descriptor, ["activation"], hard_sigmoid)
     arguments = translated(op, arrays, G=1, words=words, descriptor=descriptor, mask_layout=mask_layout)

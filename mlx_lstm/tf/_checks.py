@@ -74,7 +74,7 @@ def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peep
     H = columns // 4
     if columns % 4 or not H:
         reject(op, f"w matrix columns must be a positive multiple of 4, but got {columns}")
-    check_size(op, "w matrix rows don't match", I + H, rows)
+    check_size(op, "w matrix rows don't match", I + H, rows)  # TensorFlow's text has the right size first here
     if arrays["b"].size != 4 * H:
         reject(op, f"w and b cell_size don't match: {H} vs. {arrays['b'].size}")
     check_range(op, steps, T)
@@ -178,8 +178,8 @@ def check_range(op: str, steps: int, T: int) -> int:
 
 
 def check_attributes(op: str, forget_bias: object, cell_clip: object) -> tuple[float, float]:
-    """Check that forget_bias is a finite number and that cell_clip is a number, also an infinite one or NaN; return
-    both as floats."""
+    """Check that forget_bias is a finite number and that cell_clip is a number, also an infinite one or NaN, with
+    which TensorFlow does not clip; return both as floats."""
     clip = as_float(cell_clip)  # None if it is no number
     if clip is None:
         fail(op, "cell_clip must be a number", repr(cell_clip))

@@ -419,7 +419,7 @@ def lstm_arguments(order: str, given: Arrays, use_peephole: bool) -> dict[str, A
     if use_peephole:
         # `mlx_lstm.lstm` takes one vector for all gates. The candidate has no peephole, so its block is zeros.
         wci, wcf, wco = (given[name] for name in PEEPHOLES)
-        arrays["peephole"] = mx.concatenate(in_order(order, wci, wcf, mx.zeros_like(wci), wco))
+        arrays["peephole"] = mx.concatenate(in_order(order, i=wci, f=wcf, g=mx.zeros_like(wci), o=wco))
     return arrays | {"gate_order": order}
 
 

@@ -11,12 +11,15 @@ x Wx^T, by itself; "sum": the sum of both and the bias. The arrays' names: `norm
 recurrent product or the sum, `norm_input_...` to the input's product, `norm_c_...` to c. v holds the arrays of the call
 by name; P is the width of h, I that of x, T the number of steps. `products` is an object that sums the gradients of
 weights (`WeightGradients`); its `out` is the memory of the requested gradients. From the file products.py: `matrix`
-returns an array that BLAS can read, `bias_of` the bias with an LSTM's forget bias. h_in: the h that Wh multiplies.
+returns an array that BLAS can read, `bias_of` the bias with an LSTM's forget bias. h_in: the h that Wh multiplies. Wx
+is None if x is projected already: x^T is then the product. bhn [H]: the bias of the recurrent product of a GRU's
+candidate, added after the norm.
 
 There are two ways. `Normalisation` computes mean and variance of a product at each step. For one block and many steps
 there is a faster way, "by factors": if the weights W have a mean of 0 over their rows, the normalised product is W (r
 u), so only u, the vector that W multiplies, is multiplied by r. `Factor` computes r from a small triangle instead of
-the product; `ProductNorm` is the backward pass of this way.
+the product. `ProductNorm` is the backward pass of this way: W [GH, K] and the columns u [K, N] are Wh and h_in, or Wx
+and x; D = d scale, E = W^T D, m = mean(D y), c = r^2 m; the gradient of u is r E - c (W^T W u).
 
 Mostly the functions write into memory that was allocated before: an argument or a last argument `out` of a NumPy
 function is where the result goes. A batch is wide from WIDE_BATCH (16) items on. A mean is a product with `row`, a row
@@ -31,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy import dot
 
-from ..cells import AnyCell, NormOptions, norm_blocks
+from ..cells import NormOptions, norm_blocks
 from ..problem import Problem
 from .products import AHEAD_ROWS, WIDE_BATCH, Array, Views, WeightGradients, bias_of, columns_buffer, matrix
 
@@ -47,8 +50,9 @@ class Tiles:
     the array is viewed as [n / 8, 8 B]."""
 
     def __init__(self, n: int, B: int, dtype: np.dtype):
-        """Allocate the memory of the repeated row, for an array [n, B]: a longer row means fewer loops of NumPy."""
+        """Allocate the memory of the repeated row, for an array [n, B]."""
         times = 8 if n % 8 == 0 else 1  # if n cannot be divided, the row is not repeated
+        # The shape in which the array is viewed: its rows are 8 times as long, so NumPy runs fewer and longer loops.
         self.shape: tuple[int, int] = (n // times, times * B)
         self.wide: Array = np.empty((1, times * B), dtype)
         self.rows: Array = self.wide.reshape(times, B)  # a view of the same memory
@@ -77,8 +81,7 @@ class Normalisation:
         shift: Array | None,
         centred: bool = False,
     ):
-        """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0. centred: whether the
-        arrays have a mean of 0 in each block already."""
+        """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0."""
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
         self.centred: bool = centred
@@ -131,7 +134,7 @@ class Normalisation:
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
         """Write to `out` the gradient of a, and add the terms of the gradients of scale and shift. d [n, B]: the
         gradient of the result. y [n, B], r [blocks, 1, B]: what `normalise` made of a. `out` is another array than d
-        and y. Call `sum_gradients` once before, which makes dscale, dshift (None if nobody wants them) and `scaled`.
+        and y. Call `prepare_backward` once before, which makes dscale, dshift (None if nobody wants them) and `scaled`.
 
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block. If `centred`, the
         term mean(d scale) is left out: `centre_gradients` removes it from all gradients at the end.
@@ -151,9 +154,9 @@ class Normalisation:
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(scratch, r, out.reshape(shape))
 
-    def sum_gradients(self, scaled: Array, scale: bool, shift: bool) -> None:
-        """Prepare `before`. scaled [n, B]: memory for d times the scale; it may be d itself. scale, shift: whether to
-        sum the gradients of the scale and of the shift."""
+    def prepare_backward(self, scaled: Array, scale: bool, shift: bool) -> None:
+        """Prepare `before`. scaled [n, B]: memory for d times the scale; it may be d itself, which `before` then
+        overwrites. scale, shift: whether to sum the gradients of the scale and of the shift."""
         self.scaled = scaled
         # The sums [n, B] over the steps, one for each batch item; `add_gradients` sums them over the batch. To sum over
         # the batch at every step takes longer.
@@ -186,8 +189,9 @@ class OneColumn(Normalisation):
         np.multiply(a, factor, y)
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Write to `out` the gradient of a, r (d scale - mean(d scale) - y mean(d scale y)), from the gradient d of the
-        result. Add the terms of the gradients of scale and shift."""
+        """Do the same as `Normalisation.before` for d, y, out [n, 1] and r [1, 1, 1]: write to `out` the gradient of a,
+        r (d scale - mean(d scale) - y mean(d scale y)), and add terms to dscale and dshift. These two and `scaled`, the
+        memory for d scale, come from `prepare_backward`."""
         # `scratch` is first d y, then the part that is subtracted, y mean(d scale y) + mean(d scale). A product with
         # `row` is the mean of an array times the scale.
         row, scratch, y = self.scaled_row.reshape(-1), self.scratch[:, 0], y[:, 0]
@@ -230,8 +234,9 @@ class OneBlock(Normalisation):
         np.multiply(a.reshape(shape), tiles(r), out)
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Write to `out` the gradient of a, r (d scale - mean(d scale) - y mean(d scale y)), from the gradient d of the
-        result. Add the terms of the gradients of scale and shift."""
+        """Do the same as `Normalisation.before` for d, y, out [n, B] and r [1, 1, B]: write to `out` the gradient of a,
+        r (d scale - mean(d scale) - y mean(d scale y)), and add terms to dscale and dshift. These two and `scaled`, the
+        memory for d scale, come from `prepare_backward`."""
         # self.scratch [n, B] is first d y, then the part that is subtracted, y mean(d scale y) + mean(d scale).
         # `scratch` is the same memory, viewed as [n / 8, 8 B]; `tiles` repeats a row [1, B] to this width. A product
         # with `row` is the mean of an array times the scale. If `centred`, `centre_gradients` removes mean(d scale)
@@ -250,12 +255,12 @@ class OneBlock(Normalisation):
         np.subtract(scaled, self.scratch, self.scratch)
         if out.flags.c_contiguous:
             np.multiply(scratch, tiles(r[0]), out.reshape(tiles.shape))
-        else:
+        else:  # `out` is some columns of the array of a chunk
             np.multiply(self.scratch, r[0], out)
 
-    def sum_gradients(self, scaled: Array, scale: bool, shift: bool) -> None:
-        """Prepare `before`, as `Normalisation.sum_gradients` does."""
-        super().sum_gradients(scaled, scale, shift)
+    def prepare_backward(self, scaled: Array, scale: bool, shift: bool) -> None:
+        """Prepare `before`, as `Normalisation.prepare_backward` does."""
+        super().prepare_backward(scaled, scale, shift)
         self.wide_scratch: Array = self.scratch.reshape(self.tiles.shape)
 
     def share_scratch(self, other: Normalisation) -> None:
@@ -281,7 +286,7 @@ class NormOfC:
         self.norm: Normalisation = kind_for(sizes)(sizes, norm_options(problem).eps, dtype, *arrays)
         self.kept: Array = np.empty((H + 1, B), dtype)
         self.is_kept: bool = False  # whether `kept` belongs to the c of this step; a step sets it to False at first
-        self.norm.sum_gradients(np.empty((H, B), dtype), scale=True, shift=True)  # memory for d times the scale
+        self.norm.prepare_backward(scaled=np.empty((H, B), dtype), scale=True, shift=True)
 
     def __call__(self, c: Array, out: Array) -> None:
         """Write the normalised, scaled and shifted c [H, B] to `out`."""
@@ -289,9 +294,11 @@ class NormOfC:
         self.is_kept = True
 
     def back(self, d: Array, c: Array, out: Array) -> None:
-        """Write to `out` the gradient of c [H, B], from the gradient d of the result. Both are other arrays than c."""
+        """Write to `out` the gradient of c [H, B], from the gradient d of the result. `out` and d are other arrays than
+        c."""
         y, r = self.norm.divided(self.kept)
-        if not self.is_kept:  # this step has not called the norm, so y and r are those of another step
+        # With `Norm(c="state")` the normalised c is the saved c, so no step calls the norm: y and r are missing.
+        if not self.is_kept:
             self.norm.normalise(c, y, r)
         self.norm.before(d, y, r, out)
 
@@ -416,20 +423,23 @@ def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisati
 
 class InputNormOfSteps:
     """The layer normalisation of the input's product, one step at a time, with the bias as a part of its shift. It is
-    for a wide batch, whose steps are large enough."""
+    for a wide batch, whose steps are so large that NumPy's calls for each of them cost little."""
 
     def __init__(self, problem: Problem, v: Views):
         """Allocate the memory for arrays [G H, B]. v: the arrays of the call, from `with_centred_weights`."""
         self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
         self.norm: Normalisation = norm_of_input(problem, v, bias_of(problem, v))
         rows, dtype = problem.cell.gates * problem.H, v["x"].dtype
+        # One step: y is the product, then the result in place; r, the factors, is for the backward pass.
         self.y: Array = np.empty((rows, problem.B), dtype)
         self.r: Array = np.empty((self.norm.shape[0], 1, problem.B), dtype)
         # ahead [steps, G H, B]: the products of some steps, about AHEAD_ROWS columns (steps x batch). The backward pass
         # multiplies some steps at once, so that Wx need not be in the cache at every step.
         self.ahead: Array = np.empty((min(problem.T, max(1, AHEAD_ROWS // problem.B)), *self.y.shape), dtype)
         self.d: Array = np.empty((rows, problem.B), dtype)  # for the backward pass: the gradient of the result
-        self.norm.sum_gradients(self.d, "norm_input_scale" in v, bool({"norm_input_shift", "b"} & v.keys()))
+        # `before` may overwrite d. The bias is a part of the shift, so its gradient is that of the shift.
+        has_shift = bool({"norm_input_shift", "b"} & v.keys())
+        self.norm.prepare_backward(scaled=self.d, scale="norm_input_scale" in v, shift=has_shift)
 
     def __call__(self, x: Array) -> Array:
         """Return the normalised, scaled and shifted product of x [B, I]. It is valid until the next call."""
@@ -439,7 +449,7 @@ class InputNormOfSteps:
 
     def products(self, x: Array, out: Array) -> None:
         """Multiply the input x [steps, B, I] of some steps by Wx. Write the products to `out` [steps, G H, B]."""
-        if self.Wx is None:
+        if self.Wx is None:  # x is projected already
             np.copyto(out, x.transpose(0, 2, 1))
         else:
             np.matmul(self.Wx, matrix(x).transpose(0, 2, 1), out=out)
@@ -464,7 +474,6 @@ class InputNormOfSteps:
     def add_gradients(self, products: WeightGradients) -> None:
         """Add the gradients of scale, shift and bias to those of the call."""
         self.norm.add_gradients(products, "norm_input_scale", "norm_input_shift")
-        # The bias is a part of the shift, so both have the same gradient.
         if self.norm.dshift is not None and "b" in products.out:
             products.add("b", self.norm.dshift.sum(axis=1))
 
@@ -502,17 +511,16 @@ class InputNorm:
 
     def normalise(self, x: Array, y: Array) -> Array:
         """Write to y [G H, N] the normalised product of x [N, I]. Return r [blocks, 1, N]."""
-        if self.Wx is None:
+        if self.Wx is None:  # x is projected already
             y[...] = x.T
         else:
             np.matmul(self.Wx, matrix(x).T, out=y)
         parts = self.divided(y)  # a view: the statements below change y in place
         if not self.centred:
             parts -= np.matmul(self.row, parts)
-        # r is first the variance: the sum of squares over the rows i of each block k, divided by their number, which
-        # is a number of NumPy, so that the dtype stays the same.
+        # r is first the variance: the sum of squares over the rows i of each block k, divided by their number.
         r = np.einsum("kin,kin->kn", parts, parts)[:, None]
-        r /= self.eps.dtype.type(parts.shape[1])
+        r /= parts.shape[1]
         r += self.eps
         np.sqrt(r, r)
         np.reciprocal(r, r)
@@ -533,8 +541,8 @@ class InputNorm:
 
     def back(self, x: Array, d: Array, products: WeightGradients) -> None:
         """Turn d [G H, N], the gradient of the result for x [N, I], into that of the product before the norm, in place.
-        Add the terms of these rows to the gradients of scale and shift. With D = d scale and the means of a block, it
-        is r (D - mean(D) - y mean(D y))."""
+        Add the terms of these rows to the gradients of scale and shift; `BackwardSweep.add_products` adds those of the
+        bias. With D = d scale and the means of a block, the result is r (D - mean(D) - y mean(D y))."""
         y = np.empty_like(d)
         r = self.normalise(x, y)
         if "norm_input_scale" in products.out:
@@ -544,8 +552,8 @@ class InputNorm:
             d *= self.scale[:, None]
         # Views of d and y by block: `parts` becomes the result, and `ys` becomes y mean(D y).
         parts, ys = self.divided(d), self.divided(y)
-        ys *= np.einsum("kin,kin->kn", parts, ys)[:, None] / self.eps.dtype.type(parts.shape[1])
-        parts -= np.matmul(self.row, parts)
+        ys *= np.einsum("kin,kin->kn", parts, ys)[:, None] / parts.shape[1]
+        parts -= np.matmul(self.row, parts)  # if `centred`, `centre_gradients` would remove this mean, too
         parts -= ys
         parts *= r
 
@@ -558,19 +566,21 @@ class Factor:
     """The factor r = 1 / sqrt(variance + eps) of the layer normalisation of a product W u in one block, without the
     product itself. The weights W [n, K] have a mean of 0 over their rows, so the norm is r W u = W (r u).
 
-    The variance is |W u|^2 / n = |R u|^2 / n with the triangle R [K, K] for which R^T R = W^T W. |R u|^2 has as many
+    The variance is |W u|^2 / n = |R u|^2 with the triangle R [K, K] for which R^T R = W^T W / n. |R u|^2 has as many
     digits as |W u|^2, while u (W^T W u) would have half as many. `ProductNorm` is the backward pass.
     """
 
     def __init__(self, W: Array, eps: float, B: int = 1):
-        """Prepare the triangle R. W [n, K]: the weights. B: how many columns u a call of this object gets."""
+        """Prepare the triangle R, for which R^T R = W^T W / n. W [n, K]: the weights. B: how many columns u a call of
+        this object gets."""
         wide = W.astype(np.float64)
         square = wide.T @ wide  # W^T W
-        # Rounding in float64 must not make the matrix indefinite, so a small number is added to its diagonal. The
-        # number is far below the rounding of W itself.
-        least = 4 * np.finfo(np.float64).eps * sum(W.shape) * np.trace(square) + SMALLEST
-        square[np.diag_indices_from(square)] += least
-        try:  # R is divided by sqrt(n), so that |R u|^2 is the variance
+        # Rounding in float64 must not make the matrix indefinite. `error` bounds the rounding errors of the matrix and
+        # of its Cholesky factor. Four times as much, for safety, is added to the diagonal, and SMALLEST for weights of
+        # 0. In float32, the dtype of W, this is far below the rounding of W itself.
+        error = np.finfo(np.float64).eps * sum(W.shape) * np.trace(square)
+        square[np.diag_indices_from(square)] += 4 * error + SMALLEST
+        try:
             self.R: Array = np.ascontiguousarray(np.linalg.cholesky(square).T / np.sqrt(len(W)), W.dtype)
         except np.linalg.LinAlgError:  # infinity or NaN among the weights
             self.R = np.full_like(square, np.nan, W.dtype)
@@ -603,8 +613,7 @@ class Factor:
         np.reciprocal(variance, variance)
 
     def of_rows(self, x: Array) -> Array:
-        """Return r [T, B], the factor of the norm, for each x [T, B, K]. The variance is |R x|^2: `__init__` has
-        divided R by sqrt(n)."""
+        """Return r [T, B], the factor of the norm, for each x [T, B, K]. The variance is |R x|^2."""
         a = x.reshape(-1, x.shape[2]) @ self.R.T
         r = np.einsum("nk,nk->n", a, a)
         self.finish(r)
@@ -624,11 +633,11 @@ class NormByFactors:
         # r of each step, [1, B]: a view of `norms`, or the same memory for all steps.
         self.r: Any = [np.empty((1, B), dtype)] * T if norms is None else norms.transpose(0, 2, 1)[:, :1]
         # W (r u) times the scale is (scale W) (r u), and the shift is a bias.
-        arrays = with_shift(cell, problem.H, v, "norm_shift")
+        arrays = with_shift(v, "norm_shift", cell.block("n", problem.H) if cell.op == "gru" else None)
         if "norm_scale" in v:
             arrays["Wh"] = v["Wh"] * v["norm_scale"][:, None]
         if rows == 2:
-            arrays = with_shift(cell=None, H=problem.H, v=arrays, name="norm_input_shift")
+            arrays = with_shift(arrays, "norm_input_shift")
             r = Factor(v["Wx"], eps).of_rows(v["x"])
             arrays["x"] = v["x"] * r[:, :, None]
             if "norm_input_scale" in v:
@@ -642,19 +651,18 @@ class NormByFactors:
         self.of_h(h, self.r[t], out)
 
 
-def with_shift(cell: AnyCell | None, H: int, v: Views, name: str) -> Views:
-    """Return the arrays v with the shift `name` of a product as a part of b. If it belongs to the recurrent product,
-    the shift of a GRU's candidate is a part of bhn instead, because the reset gate multiplies both. cell: None for the
-    input's product. H: the units per gate."""
+def with_shift(v: Views, name: str, candidate: slice | None = None) -> Views:
+    """Return the arrays v with the shift `name` of a product as a part of b. candidate: for the recurrent product of a
+    GRU, the rows of its candidate. Their shift becomes a part of bhn instead, because the reset gate multiplies both.
+    """
     v = dict(v)
     if name not in v:
         return v
     shift = v[name]
-    if cell is not None and cell.op == "gru":
-        n = cell.block("n", H)
-        v["bhn"] = v["bhn"] + shift[n] if "bhn" in v else shift[n]
+    if candidate is not None:
+        v["bhn"] = v["bhn"] + shift[candidate] if "bhn" in v else shift[candidate]
         shift = shift.copy()
-        shift[n] = 0
+        shift[candidate] = 0
     v["b"] = v["b"] + shift if "b" in v else shift
     return v
 
@@ -663,11 +671,9 @@ class ProductNorm:
     """The backward pass of `Factor`: through the layer normalisation of a product W u in one block. The product itself
     is not computed again.
 
-    K is the number of columns of W. The weights W [GH, K] have a mean of 0 over their rows, so y = r W u with r = 1 /
-    sqrt(variance + eps). d [GH, N]: the gradient of the result of the norm for the columns u [K, N]. With D = d scale
-    and m = mean(D y), the gradient of the product is r (D - m y), up to its mean. It is never computed, because every
-    gradient needs it only in a product with W or u, and a product of W with W, or of u with u, is small. E = W^T D is
-    computed anyway. With c = r^2 m:
+    The weights W [GH, K] have a mean of 0 over their rows, so y = r W u. The gradient of the product is r (D - m y), up
+    to its mean. It is never computed, because every gradient needs it only in a product with W or u, and a product of W
+    with W, or of u with u, is small. E = W^T D is computed anyway. With the letters of the module's docstring:
 
         m = r (u E) / GH, summed over K         du = r E - c (W^T W u)
         dW = scale A - W S                      dscale = the sum of A W over K
@@ -675,33 +681,31 @@ class ProductNorm:
     """
 
     def __init__(self, W: Array, scale: Array | None):
-        """Prepare the products. W [GH, K]: the weights. scale [GH], or None for 1. The letters E, d, r, u and c are
-        those of the formulas of the class."""
+        """Prepare the products. W [GH, K]: the weights. scale [GH], or None for 1."""
         self.W: Array = W
         self.scale: Array | None = scale
         self.scaled: Array = W if scale is None else W * scale[:, None]  # E = scaled^T d
         self.square: Array = W.T @ W  # [K, K]
         # A product with this row sums over K and divides by GH; BLAS does this faster than np.sum.
         self.row: Array = np.full((1, W.shape[1]), 1 / len(W), W.dtype)
-        # A = d (r u)^T and S = (c u) u^T, summed over all columns. dW = scale A - W S, and dscale is A W, summed over
-        # K.
+        # A = d (r u)^T and S = (c u) u^T, summed over all columns. From them `add_gradients` computes the gradients of
+        # W and of the scale.
         self.A: Array = np.zeros((len(W), W.shape[1]), W.dtype)
         self.S: Array = np.zeros_like(self.square)
 
     def through(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Turn E = W^T D [K, N] into the gradient of u [K, N], r E - c (W^T W u), in place, and write c [1, N]. D is
-        the gradient of the norm's result times its scale, and c = r^2 m with m = r (u E) / GH, as in the formulas of
-        the class. square_u [K, N]: W^T W u. r [1, N]. scratch [K, N]: memory that is overwritten."""
+        """Turn E = W^T D [K, N] into the gradient of u [K, N], r E - c (W^T W u), in place, and write c [1, N], which
+        is r^2 m with m = r (u E) / GH. square_u [K, N]: W^T W u. r [1, N]. scratch [K, N]: memory that is
+        overwritten."""
         np.matmul(self.row, np.multiply(u, E, scratch), out=c)  # m / r
         np.multiply(E, r, E)
         c *= r * r * r  # c = r^2 m
         np.subtract(E, np.multiply(square_u, c, scratch), E)
 
     def through_column(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Do the same as `through` for one column, N = 1, in less time: turn E = W^T D [K, 1] into the gradient of u, r
-        E
-        - c (W^T W u), in place, and write c [1, 1] = r^3 (u E) / GH. square_u [K, 1]: W^T W u. r [1, 1]. scratch [K,
-          1]: memory that is overwritten."""
+        """Do the same as `through` for one column, N = 1, in less time. Turn E = W^T D [K, 1] into the gradient of u,
+        which is r E minus c times square_u, in place. Write c [1, 1] = r^3 (u E) / GH. square_u [K, 1]: W^T W u. r [1,
+        1]. scratch [K, 1]: memory that is overwritten."""
         u, E, scratch, factor = u[:, 0], E[:, 0], scratch[:, 0], r.item()
         c[0, 0] = times = factor**3 / len(self.W) * float(dot(u, E))
         np.multiply(E, factor, E)
@@ -709,8 +713,8 @@ class ProductNorm:
 
     def add(self, d: Array, u: Array, r: Array, c: Array) -> None:
         """Add the terms of some columns to the sums A = d (r u)^T and S = (c u) u^T, from which the gradients of W and
-        of the scale are computed. d [GH, N]: the gradient of the norm's result. u [N, K]: what W multiplied. r, c [N,
-        1]: as in `through`."""
+        of the scale are computed. d [GH, N]: the gradient of the norm's result. u [N, K]: what W multiplied. r [N, 1].
+        c = r^2 m [N, 1], which `through` has written."""
         self.A += d @ (u * r)
         self.S += (u * c).T @ u
 
@@ -736,9 +740,10 @@ class RecurrentNorm:
         self.shift: Array | None = v.get("norm_shift")
         self.r: Array = kept[:, :1]  # [T, 1, B]
         self.h: Array = np.empty((chunk, P, B), dtype)  # h_in of each step of a chunk, feature-major
-        self.c: Array = np.empty((1, chunk * B), dtype)  # the c of `ProductNorm`, one for each column of a chunk
+        self.c: Array = np.empty((1, chunk * B), dtype)  # c = r^2 m for each column of a chunk
         self.tiles: Tiles = Tiles(P, B, dtype)
         self.scratch: Array = np.empty((P, B), dtype)
+        # The function that turns E into the gradient of h_in at one step.
         self.through_step: Callable[..., None] = self.through_columns if B > 1 else self.norm.through_column
 
     def begin_chunk(self, start: int, h_in: Array) -> None:
@@ -774,9 +779,9 @@ class RecurrentNorm:
         self.through_step(self.h[k], self.square_h[k], self.r[t], dh, self.c[:, columns], self.scratch)
 
     def through_columns(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Do the same as `ProductNorm.through`, for contiguous arrays in less time: turn E into r E - c square_u, in
-        place, and write c = r^3 (u E) / GH [1, B]. All arrays [P, B] are viewed as [P / 8, 8 B]; `tiles` repeats a row
-        [1, B] to this width."""
+        """Do the same as `ProductNorm.through` at one step, for contiguous arrays in less time: turn E = Wh^T D [P, B]
+        into the gradient of u = h_in, r E - c square_u, in place, and write c = r^3 (u E) / GH [1, B], with GH rows of
+        Wh. square_u: Wh^T Wh u. All arrays [P, B] are viewed as [P / 8, 8 B]; `tiles` repeats a row to this width."""
         tiles, shape = self.tiles, self.tiles.shape
         np.matmul(self.norm.row, np.multiply(u, E, scratch), out=c)  # (u E) / GH, summed over P
         wide = E.reshape(shape)
@@ -823,12 +828,8 @@ class InputProductNorm:
 
 
 class NormBackward:
-    """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction.
-
-    kept [T, G H + blocks, B]: the y and r of each step, which the forward pass saved. `dp` [G H, N] collects the
-    gradients of the recurrent product at the N = steps x batch columns of a chunk. `d` [G H, B] is the gradient of the
-    norm's result at one step.
-    """
+    """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction. A step
+    writes the gradient of the norm's result to `d`, then `through` computes that of the recurrent product."""
 
     def __init__(
         self,
@@ -841,17 +842,20 @@ class NormBackward:
         dz: Array,
     ):
         """Allocate the memory. norm: the norm of the recurrent product or of the sum. of_input: that of the input's
-        product, or None. dz [G H, N]: memory for the gradients of the input's part. With the sum they are those of the
-        recurrent product; otherwise `dz` gets a copy of each `d`. other: the numbers of the gates of which the input's
-        part has another gradient, such as a GRU's candidate."""
+        product, or None. kept [T, G H + blocks, B]: y and r of each step. dz [G H, N]: memory for the gradients of the
+        input's part in a chunk. With the sum they are those of the recurrent product; otherwise `dz` gets a copy of
+        each `d`. other: the numbers of the gates of which the input's part has another gradient, such as a GRU's
+        candidate."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         self.norm, self.kept, self.dz, rows = norm, kept, dz, len(dz)
+        # dp: the gradient of the recurrent product in a chunk. d: that of the norm's result at one step.
         self.dp: Array = dz if norm_options(problem).of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)
         self.d: Array = np.zeros((rows, B), dtype)
         # The norm of the input's product, if each step computes it. Then `dz` gets the gradients of this product.
         self.of_input: InputNormOfSteps | None = of_input if isinstance(of_input, InputNormOfSteps) else None
         # The gradient of bhn is a part of that of the shift, as bhn is added after the norm.
-        norm.sum_gradients(self.d, "norm_scale" in v, bool({"norm_shift", "bhn"} & v.keys()))
+        has_shift = bool({"norm_shift", "bhn"} & v.keys())
+        norm.prepare_backward(scaled=self.d, scale="norm_scale" in v, shift=has_shift)
         self.ended: Array | None = None  # the indices of the batch items that have ended before the current step
         if self.of_input is not None:
             self.of_input.norm.share_scratch(norm)  # so that fewer arrays are in the cache
@@ -893,8 +897,8 @@ class NormBackward:
     def add_gradients(self, products: WeightGradients) -> None:
         """Add the gradients of scale and shift, summed over the batch, to those of the call."""
         self.norm.add_gradients(products, "norm_scale", "norm_shift")
-        # With a norm of the input's product in each step, `dz` has the gradients of that product, and not those of
-        # which the sum is the gradient of bhn. Otherwise `StepBackward.end_chunk` sums `dz` for it.
+        # Mostly the gradient of bhn is the sum of `dz` (`StepBackward.end_chunk`). If each step computes the norm of
+        # the input's product, `dz` has the gradients of that product, and the sum is that of `d`, which is `dshift`.
         if self.of_input is not None:
             self.of_input.add_gradients(products)
             if self.norm.dshift is not None and "bhn" in products.out:

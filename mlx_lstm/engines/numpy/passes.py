@@ -16,6 +16,9 @@ the products with x and holds arrays that steps use in turn: h_buffers [P, B], h
 that enters the recurrent product; operands, what the weights multiply (h_rows, or x, 1 and h). `WeightGradients` sums
 the gradients of weights. The classes with Norm in their names are layer normalisations (`norms`); `of_input` is that of
 the input's product.
+
+In the backward pass dh and dc are the gradients of the states. Where items have different lengths, `waiting` has pairs
+(running, waiting): running is dh or dc, waiting has the gradients of those items that do not run at the current step.
 """
 
 from collections.abc import Callable
@@ -140,8 +143,7 @@ class BackwardSweep:
         self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
         self.dc: Array = first_state(dv, "cT", (carried * H if has_c else 0, B), dtype)
-        # waiting: pairs (running, waiting). running is dh or dc; waiting has the gradients of those items that do not
-        # run at the current step. Meanwhile their columns of dh and dc are 0, so that they add nothing to any gradient.
+        # Meanwhile the columns of waiting items in dh and dc are 0, so that they add nothing to any gradient.
         self.waiting: list[tuple[Array, Array]] = []
         if self.ends.shortest < problem.T:
             self.waiting = [(self.dh, self.dh.copy()), (self.dc, self.dc.copy())]
@@ -156,13 +158,16 @@ class BackwardSweep:
         bounds = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
         for start, stop in bounds if self.problem.reverse else reversed(bounds):
             self.run_chunk(start, stop)
-        # Items whose gradients wait until the end: in reverse all, else those without steps.
+        # Items whose gradients wait until the end: in reverse all, since `run_chunk` has run their last step in time;
+        # else those without steps.
         done = self.ends.lengths < (T + 1 if self.problem.reverse else 1)
         for running, waiting in self.waiting:
             running[:, done] = waiting[:, done]
         for name, d_state in (("h0", self.dh), ("c0", self.dc)):
             if name in out:
                 out[name][...] = d_state.T
+        # The other norms of the input's product: an `InputNorm` adds its gradients at each chunk, and a `NormBackward`
+        # adds those of an `InputNormOfSteps`.
         for norm in (self.step.norm, self.step.norm_of_c, self.step.of_input):
             if isinstance(norm, NormBackward | RecurrentNorm | NormOfC | InputProductNorm):
                 norm.add_gradients(self.products)
@@ -188,7 +193,7 @@ class BackwardSweep:
             # one column per step and batch item.
             k, columns = t - start, slice((t - start) * problem.B, (t - start + 1) * problem.B)
             if t >= self.ends.longest:
-                step.skip(columns)
+                step.skip(columns)  # its results are 0
                 continue
             # `last`: the items whose last step in time is t. Forward in time they end here, so in this pass, which runs
             # backward, their gradients enter; in reverse they begin here, so their gradients are complete.

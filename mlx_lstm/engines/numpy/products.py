@@ -67,7 +67,9 @@ shall compute its product."""
 def matrix(a: Array) -> Array:
     """Return `a` itself if one of its last two axes is contiguous, so that BLAS can read it. Otherwise return a
     contiguous copy, because NumPy would use a slow loop instead of BLAS."""
-    rows, columns = a.strides[-2:]  # the bytes from one row to the next, and from one column to the next
+    # The bytes from one row to the next, and from one column to the next. BLAS cannot read rows or columns that overlap
+    # or are all the same (a broadcast): their distance is smaller than a whole row or column.
+    rows, columns = a.strides[-2:]
     size = a.itemsize
     fits = (columns == size and rows >= size * a.shape[-1]) or (rows == size and columns >= size * a.shape[-2])
     return a if fits else np.ascontiguousarray(a)
@@ -88,8 +90,8 @@ def chunk_steps(problem: Problem) -> int:
 
 
 def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> Array:
-    """Return scratch memory [rows, columns] that is used B columns at a time. For a wide batch its rows are contiguous;
-    for a narrow batch its columns are contiguous."""
+    """Return scratch memory [rows, columns] that is used B columns at a time. For a wide batch its rows are contiguous:
+    B numbers are long enough for a fast loop. For a narrow batch its columns are, so that B of them are one block."""
     if B >= WIDE_BATCH:
         # 16 extra columns: otherwise rows whose distance is a power of two would share cache sets.
         return np.empty((rows, columns + 16), dtype)[:, :columns]
@@ -97,25 +99,24 @@ def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> Array:
 
 
 def input_products(
-    problem: Problem, v: Views, copies_h: bool, reciprocal: str, streamed: bool = False
+    problem: Problem, v: Views, copies_h: bool, negatable: str, streamed: bool = False
 ) -> "JoinedProduct | SeparateProducts":
     """Return an object that computes x Wx^T + h Wh^T at each step: a `JoinedProduct` or a `SeparateProducts`, the
     faster one. copies_h: whether the h that enters the product is another array than h, such as mask * h.
 
     A `JoinedProduct` copies both weights into one matrix when it is created, and multiplies by this matrix at each
     step. It is returned in two cases: if steps arrive one at a time (`streamed`); or if the batch is wide, the matrix
-    is not too large, and there are so many rows (steps x batch) that the copy pays. reciprocal: the gates whose
-    reciprocal 1 + exp(-z) the step computes. `JoinedProduct` negates the weights of these gates, so that the product is
-    -z and the step need not negate z.
+    is not too large, and there are so many rows (steps x batch) that the copy pays. negatable: the gates of which the
+    step reads z only as exp(-z). `JoinedProduct` negates their weights, so that the product is -z.
     """
     T, B = problem[:2]
     if streamed:
-        return JoinedProduct(problem, v, copies_h, reciprocal)
+        return JoinedProduct(problem, v, copies_h, negatable)
     if "Wx" in v and "Wh" in v and B >= WIDE_BATCH:
         # width: the columns of [Wx Wh]. AHEAD_ROWS: so many rows (steps x batch) are copied at a time.
         width = v["Wx"].shape[1] + v["Wh"].shape[1]
         if 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width <= COPIED_NUMBERS:
-            return JoinedProduct(problem, v, copies_h, reciprocal)
+            return JoinedProduct(problem, v, copies_h, negatable)
     return SeparateProducts(problem, v, copies_h)
 
 
@@ -137,7 +138,8 @@ def in_blocks(weights: Array, B: int, streamed: bool = False) -> Array:
 
     - A matrix of a stream (`streamed`), unless its product is so large that all threads should compute it. A stream
       with a pause after each step would otherwise keep the other threads of BLAS spinning all the time.
-    - A contiguous matrix for a narrow batch, so that BLAS need not copy it at every step.
+    - A contiguous matrix for a narrow batch, so that BLAS need not copy it at every step. If B = 1, the array is a
+      vector, for which BLAS copies no matrix.
     """
     # numbers: the multiplications of the product. largest: the most that one block's product may have. OpenBLAS uses
     # all threads above QUIET_NUMBERS, and copies both matrices above UNPACKED_NUMBERS.
@@ -204,7 +206,9 @@ class SeparateProducts:
         if norm is None:
             Wx, bias = matrix(v["Wx"]) if "Wx" in v else None, bias_of(problem, v)
         self.by_step: bool = norm is not None and B >= WIDE_BATCH  # whether the norm takes one step at a time
-        # block: how many steps one call of `load` serves.
+        # block: how many steps one call of `load` serves. 1: there is no product, or the norm takes one step at a time.
+        # For a wide batch the results stay in the CPU's cache (AHEAD_ROWS). A narrow batch takes as many steps as a
+        # product of the backward pass has.
         if (Wx is None and norm is None) or self.by_step:
             self.block: int = 1
         elif B >= WIDE_BATCH:
@@ -260,26 +264,24 @@ class JoinedProduct:
     small.
 
     Callers use it like `SeparateProducts`, except that an operand is a column [x; 1; h], whose last rows are h.
-
-    reciprocal: the gates for which the step computes 1 + exp(-z). Their rows come first in `weights`, so that they
-    form one contiguous block of z. The rows are negated, so that the step need not negate z.
     """
 
-    def __init__(self, problem: Problem, v: Views, copies_h: bool, reciprocal: str):
+    def __init__(self, problem: Problem, v: Views, copies_h: bool, negated: str):
         """Copy Wx, the bias and Wh into one matrix [Wx b Wh]. Allocate for each step of a block the operand that this
         matrix multiplies: an array [x; 1; h], with x in its first rows, then a row of ones, then h. copies_h:
-        whether the h that enters the product is another array than h, such as mask * h. reciprocal: the letters of the
-        gates whose rows are negated."""
+        whether the h that enters the product is another array than h, such as mask * h. negated: the letters of the
+        gates whose rows are negated, so that the product is -z: the step computes 1 + exp(-z) of them."""
         (T, B, H, P), cell, Wx, bias = problem[:4], problem.cell, v["Wx"], bias_of(problem, v)
-        self.negated: str = reciprocal
-        # order: the letters of the gates in the order of the rows of `weights`, those in `reciprocal` first.
-        self.order: str = "".join(sorted(cell.gate_order, key=lambda gate: gate not in reciprocal))
+        self.negated: str = negated
+        # order: the letters of the gates in the order of the rows of `weights`. Those in `negated` come first, so that
+        # they are one contiguous block of z.
+        self.order: str = "".join(sorted(cell.gate_order, key=lambda gate: gate not in negated))
         self.weights: Array = np.empty((len(Wx), Wx.shape[1] + (bias is not None) + P), Wx.dtype)
         for n, gate in enumerate(self.order):
             rows, block = self.weights[n * H : (n + 1) * H], cell.block(gate, H)
             parts = [Wx[block], *([] if bias is None else [bias[block, None]]), v["Wh"][block]]
             np.concatenate(parts, axis=1, out=rows)
-            if gate in reciprocal:
+            if gate in negated:
                 np.negative(rows, out=rows)
         self.x: Array = v["x"]
         # A block has about AHEAD_ROWS rows (steps x batch), but at least two steps: a step writes the new h into the

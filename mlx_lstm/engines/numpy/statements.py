@@ -13,6 +13,7 @@ an input's name, or the number of a "const". Letters such as n and k are numbers
     targets   pairs (node, place): where a value shall lie after the last statement; into: those as a dict
     order     the nodes to compute, each after its operands
     unit      a group, or one node alone: what one statement computes; t is its number in the order of the units
+    last      {node: the number of the last unit that reads it}
     scratch   arrays that only these statements use; their names are b0, b1, ..., for groups g0, g1, ...
     views     {(array, first row, last row + 1): the name that the statements use for these blocks}
 
@@ -328,6 +329,7 @@ class Groups:
             # Neighbours have the same array, and rows that grow by 1; a constant or a new value has the row -1.
             spots = [self.spot(k) for k in column]
             found = {(kind, row - n) if row >= 0 else (kind, row) for n, (kind, row) in enumerate(spots)}
+            # A new value can be computed into one block only, so it must not be the operand of two nodes.
             is_new = spots[0] == (NEW, -1)
             if len(found) > 1 or (is_new and len({*column}) < len(column)):
                 return None
@@ -400,7 +402,8 @@ class Writer:
         """
         # sizes: {array: number of its blocks}. self.free: {kind of scratch array: names of those that nobody reads any
         # more}. self.constants: {name in the statements: number}. self.copies: pairs (node, place) to be copied last.
-        (sizes, free, dense, wide), negated = store, rewrites.negated
+        # self.dense: the contiguous arrays, into which intermediate results may be written.
+        sizes, free, dense, wide = store
         graph, number = lowered(nodes, [n for n, _ in targets], known, rewrites)
         self.nodes: list[Node] = graph.nodes
         self.sizes: dict[str, int] = dict(sizes)
@@ -411,14 +414,12 @@ class Writer:
         self.free: dict[Scratch, list[str]] = {}
         self.may_overwrite: set[str] = {*free}
         self.dense: set[str] = {*dense}
-        # The input "-n5" of the rewritten graph is the negated value of node 5, which its place holds instead of "n5".
-        minus = {f"-n{n}" for n in negated}
-        at = {f"n{n}": place for n, place in known.items()} | {f"-n{n}": known[n] for n in negated}
+        # The inputs of the rewritten graph are named "n5" for node 5, or "-n5" if its place holds the negated value.
+        # at: {name of what a place holds: the place}. An input "n5" of a negated value has no place: nobody reads it.
+        at = {f"-n{n}" if n in rewrites.negated else f"n{n}": place for n, place in known.items()}
         self.place: dict[int, Place] = {
-            n: at[str(node.value)] for n, node in enumerate(self.nodes) if node.op == "input"
+            n: at[str(node.value)] for n, node in enumerate(self.nodes) if node.op == "input" and node.value in at
         }
-        unread = {n for n, node in enumerate(self.nodes) if node.op == "input" and f"-{node.value}" in minus}
-        self.place = {n: place for n, place in self.place.items() if n not in unread}
         # wide: the nodes whose values have the width of a projected h. They are inputs of this width, results of the
         # product with the projection (W0T), and results of these in operations that do not change the width.
         self.wide: set[int] = set()
@@ -444,8 +445,7 @@ class Writer:
         self.scratch |= {name: Scratch(count) for name, count in groups.sizes.items()}
         self.sizes |= groups.sizes
         self.units: list[tuple[int, ...]] = ordered(self.nodes, order, groups.of, self.place) or []
-        # A unit is a group or one node. `last` tells for each node which unit reads it last. Targets are read after the
-        # last unit.
+        # Targets are read after the last unit.
         self.last: dict[int, float] = {
             k: t for t, unit in enumerate(self.units) for n in unit for k in self.nodes[n].args
         }
@@ -536,7 +536,7 @@ class Writer:
                 self.write_one(t, n, unit)
             return
         self.lines.append(call(self.nodes[unit[0]].op, [*map(self.operand, columns)], self.text(out)))
-        self.settle(unit, out)
+        self.note_places(unit, out)
 
     def destination(self, t: int, unit: tuple[int, ...]) -> list[Place] | None:
         """Return neighbouring blocks for the results of a group (`unit`, number t), or None if there are none. In this
@@ -553,18 +553,10 @@ class Writer:
         for found in candidates:
             if self.are_neighbours(found) and all(map(lambda n, p: self.can_write(t, unit, n, p), unit, found)):
                 return found
-        # No place fits, so make a scratch array. Each result gets the row of its first operand in it; if these rows are
-        # not neighbours, the rows are 0, 1, ...
-        name, rows = f"b{len(self.scratch)}", [self.row(n) for n in unit]
-        count = max(self.sizes[self.place[k].array] for k in args[0] if k in self.place)
-        if rows != [*range(rows[0], rows[0] + len(rows))]:
-            rows, count = [*range(len(unit))], len(unit)
-        self.scratch[name], self.sizes[name] = Scratch(count), count
-        return [Place(name, row) for row in rows]
-
-    def row(self, n: int) -> int:
-        """Return the row of the first operand of node n that has a place."""
-        return next(self.place[k].row for k in self.nodes[n].args if k in self.place)
+        # No place fits, so make a scratch array.
+        name = f"b{len(self.scratch)}"
+        self.scratch[name], self.sizes[name] = Scratch(len(unit)), len(unit)
+        return places(name, len(unit))
 
     def overwritable(self, place: Place) -> bool:
         """Return whether the statements may overwrite this place's array with other values: it is a scratch array, or
@@ -588,7 +580,8 @@ class Writer:
         if place is None and not kind.is_bool:
             # own: the places of operands that the result may overwrite.
             own = [self.place[k] for k in dead if self.overwritable(self.place[k])] if node.op in OVERWRITES else []
-            own = [p for p in own if not self.scratch.get(p.array, kind).is_bool]
+            # An array that is no scratch array has floats, as Scratch() says.
+            own = [p for p in own if not self.scratch.get(p.array, Scratch()).is_bool]
             for p in [*filter(None, [self.block.get(n), self.hint(n)]), *own]:
                 if self.can_write(t, unit, n, p):
                     place = p
@@ -601,7 +594,7 @@ class Writer:
         # The statements of a composed operation use up to three arrays of their own, t0 to t2.
         self.scratch |= {name: Scratch() for name in ("t0", "t1", "t2") if name in COMPOSED.get(node.op, "")}
         self.lines.append(call(node.op, operands, out))
-        self.settle([n], [place])
+        self.note_places([n], [place])
         for k in dead:  # Scratch(0) stands for an array that is no scratch array
             found = self.scratch.get(self.place[k].array, Scratch(0))
             if found.blocks == 1 and self.holds.get(self.place[k]) == k:
@@ -616,7 +609,7 @@ class Writer:
                 return self.into[n] if self.into[n].array in self.dense else None
         return None
 
-    def settle(self, nodes: Sequence[int], blocks: Sequence[Place]) -> None:
+    def note_places(self, nodes: Sequence[int], blocks: Sequence[Place]) -> None:
         """Note that the values of these nodes now lie in these blocks, one after the other."""
         self.place.update(zip(nodes, blocks, strict=True))
         self.holds.update(zip(blocks, nodes, strict=True))

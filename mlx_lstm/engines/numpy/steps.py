@@ -4,7 +4,8 @@ graph. The code is generated once for each kind of call, and a call gives it the
 Every array of a step is feature-major, [n H, B]: n blocks of H units, so that each gate and each state is contiguous. A
 value of the graph lies in one block, its `Place` (the array's name, the number of the block). `Writer` (`statements`)
 writes the statements of a graph. A plan says how the step of a cell is computed. H: units, B: batch items, G: gates, P:
-the width of a projected h, else H. v: the arrays of the call by name.
+the width of h, C: states besides h, U, V: the inputs of a step and the parameters of a user's cell. v: the arrays of
+the call by name.
 
 Names of the graph's inputs, a letter and a number: x preactivations (or only the input's part, if the cell gets both
 parts `apart`), p their recurrent part, s states (s0 is h), u inputs of the step, w parameters, d gradients of the new
@@ -119,36 +120,33 @@ def function_of(
 
 
 class Plan:
-    """What the steps of a cell need to know before they run: the cell's graph, and the code that was generated from it.
-
-    second: whether a step has a second product, which is the one with the projection if `projects`. negatable: the
-    gates whose sigmoid is computed from -z. other: the numbers of the gates whose input part and recurrent part have
-    different gradients, such as a GRU's candidate. passes_h: whether a part of the gradient of h_prev bypasses the
-    recurrent product. reads_h, holds_h: whether the backward pass reads the h after a step, and holds a copy of the h
-    before it. recomputed: the gates whose recurrent product the backward pass computes again. rows: the blocks
-    of Wh that multiply h. whole: whether these are all blocks, in one product.
-    """
+    """What the steps of a cell need to know before they run: the cell's graph, and what was found out about it."""
 
     def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
         """Read the cell's graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: whether the
-        caller gets the gates (forward), or whether they have cotangents (backward). The class's docstring describes the
-        attributes. Inputs of a graph: x a gate's preactivation, s0 the h before the step."""
+        caller gets the gates (forward), or whether they have cotangents (backward)."""
         graph = graph_of(cell, names, exposes)
         self.cell, self.graph = cell, graph
+        # rows: the blocks of Wh that multiply h. whole: whether these are all blocks, in one product.
         self.rows: list[tuple[int, int]] = rows_of_product(cell) if cell.recurrent else []
+        self.whole: bool = cell.recurrent and self.rows == [(0, cell.gates)]
+        # second: whether a step has a second product: the one with the projection if `projects`, else with the rows of
+        # a GRU's candidate. negatable: the gates whose sigmoid may be computed from -z.
         self.second: bool = graph.has_product()
         self.projects: bool = "Wp" in names
-        self.whole: bool = cell.recurrent and self.rows == [(0, cell.gates)]
         self.negatable: str = negatable(graph, cell.gate_order) if cell.recurrent else ""
-        # Both lists have one node per gate: the gradient of its input part, and that of its recurrent part.
+        # The numbers of the gates whose input part and recurrent part have different gradients, such as a GRU's
+        # candidate. Both lists below have one node per gate: the gradient of its one part, and that of the other.
         self.other: tuple[int, ...] = tuple(
             [k for k, (x, p) in enumerate(zip(graph.gradients("x"), graph.of_product(), strict=True)) if x != p]
         )
-        direct = graph.nodes[graph.gradients("s")[0]]  # the gradient of h_prev without the recurrent product
+        # passes_h: whether a part of the gradient of h_prev, `direct`, bypasses the recurrent product. reads_h: whether
+        # the backward pass reads the h after a step (state 0); holds_h: whether it holds a copy of the h before it.
+        direct = graph.nodes[graph.gradients("s")[0]]
         self.passes_h: bool = direct.op != "const" or direct.value != 0
-        self.reads_h: bool = graph.reads_after(0)  # state 0 is h
+        self.reads_h: bool = graph.reads_after(0)
         self.holds_h: bool = self.passes_h or graph.reads("s0")
-        self.recomputed: list[int] = graph.recomputed
+        self.recomputed: list[int] = graph.recomputed  # gates whose recurrent product is computed again
 
 
 plan_of_form = lru_cache(128)(Plan)
@@ -198,10 +196,10 @@ def rows_of_product(cell: AnyCell) -> list[tuple[int, int]]:
     return [(first, second + 1)] if second == first + 1 else [(first, first + 1), (second, second + 1)]
 
 
-def at_places(*rows: tuple[str, int, str, int]) -> dict[str, Place]:
-    """Return the places of inputs of a graph by name. A row (letter, first, array, count) stands for `count` inputs
-    with this letter and the numbers from `first` on. They lie in successive blocks of the array, from block 0 on."""
-    return {f"{a}{first + k}": place for a, first, array, n in rows for k, place in enumerate(places(array, n))}
+def inputs_in(array: str, count: int, letter: str, first: int = 0) -> dict[str, Place]:
+    """Return the places of inputs of a graph by name: the `count` inputs with this letter and the numbers from `first`
+    on lie in the `count` blocks of the array."""
+    return {f"{letter}{first + k}": place for k, place in enumerate(places(array, count))}
 
 
 ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "N0", "direct", "di", "m", "dh")
@@ -222,7 +220,7 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
         z [G H, B]     scratch memory for the preactivations, or only for their recurrent part if `graph.apart`
         us [U H, B]    the inputs of the step
         xs [G H, B]    the input's part of the preactivations, unless the product with `operand` includes it
-        s0, c_prev     h and the other states before the step
+        s0, c_prev     h [P, B] and the other states [C H, B] before the step
 
     and writes
 
@@ -237,8 +235,9 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
     # x: where the preactivations (or their input parts) lie. at: {name of an input of the graph: its place}.
     x = "z" if plan.rows and not graph.apart else "xs"
-    at = at_places(("s", 1, "c_prev", carried), ("u", 0, "us", graph.inputs))
-    at |= at_places(("w", 0, "w", graph.params)) | {name: Place(name, 0) for name in ("s0", "k0", "k1", "W0T", "N0")}
+    at = inputs_in("c_prev", carried, letter="s", first=1) | inputs_in("us", graph.inputs, letter="u")
+    at |= inputs_in("w", graph.params, letter="w")
+    at |= {name: Place(name, 0) for name in ("s0", "k0", "k1", "W0T", "N0")}
     for k, letter in enumerate(letters):
         at |= {f"x{k}": Place(x, order.index(letter)), f"p{k}": Place("z", order.index(letter))}
     at["i0"] = Place("operand", 0)
@@ -392,29 +391,30 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
 
     The step reads
 
-        c_prev, c    the states other than h before and after step t
-        d0, dc       the gradients of h and of the other states after the step
-        e            the gradients of the gates
+        c_prev, c    the states other than h [C H, B] before and after step t
+        d0, dc       the gradients of h [P, B] and of the other states [C H, B] after the step
+        e            the gradients of the gates [G H, B]
         own          the object of class `StepBackward` with the other arrays
 
     and writes
 
         d0, dc       the gradients of the h in the recurrent product, and of the other states before the step
-        dz, dx       the gradients of the recurrent parts of all gates, and of the input parts of the gates in
-                     `plan.other`: `columns` of the arrays in `own`
-        direct       the part of the gradient of the h before the step that bypasses the recurrent product
-        di           the part of the gradient of h times the mask that bypasses the product
-        m            `columns` of the operand of the step's second product
-        dh           `columns` of the gradient of a projected h before its clip
-        du, dw       the gradients of the inputs and of the parameters
+        dz, dx       the gradients of the recurrent parts of all gates [G H, B], and of the input parts of the gates in
+                     `plan.other` (H rows each): `columns` of the arrays in `own`
+        direct       the part of the gradient of the h before the step that bypasses the recurrent product [H, B]
+        di           the part of the gradient of h times the mask that bypasses the product [H, B]
+        m            `columns` of the operand of the step's second product [H, B]
+        dh           `columns` of the gradient of a projected h before its clip [P, B]
+        du, dw       the gradients of the inputs [U H, B] and of the parameters [V H, B]
 
     Last it calls through_Wh(dz, d0), which writes the product of Wh^T and dz to d0, and through_norm, the gradient of
     the norm of the recurrent product: before this product, or after it for a `RecurrentNorm`. q: the recurrent products
-    of the gates in `plan.recomputed`.
+    of the gates in `plan.recomputed` (H rows each).
     """
     graph, carried, other = plan.graph, plan.graph.states - 1, plan.other
-    at = at_places(("s", 1, "c_prev", carried), ("d", 1, "dc", carried), ("u", 0, "us", graph.inputs))
-    at |= at_places(("w", 0, "w", graph.params), ("e", 0, "e", graph.gates)) | {name: Place(name, 0) for name in ALONE}
+    at = inputs_in("c_prev", carried, letter="s", first=1) | inputs_in("dc", carried, letter="d", first=1)
+    at |= inputs_in("us", graph.inputs, letter="u") | inputs_in("w", graph.params, letter="w")
+    at |= inputs_in("e", graph.gates, letter="e") | {name: Place(name, 0) for name in ALONE}
     at |= {f"p{k}": Place("q", row) for row, k in enumerate(plan.recomputed)}
     # at: {name of an input of the graph: its place}.
     # known: the places of values that exist before the step: new states, what the forward pass saved, and the inputs.
@@ -514,8 +514,9 @@ class StepBackward:
                 more |= self.prepare_norms(problem, v, saved["norms"])
         self.input_by_step: bool = isinstance(self.of_input, InputNormOfSteps)  # its norm runs at every step
         # The rows of each array: a False counts as 0, which means that the call does not have this array. dx: the
-        # gradients of input parts that differ from `dz`; m, dh: for the second product (see the class). The generated
-        # code gets the arrays as all_dx and so on, and reads the columns of one step from them.
+        # gradients of input parts that differ from `dz` (a norm that runs at every step has its own array for them); m,
+        # dh: for the second product (see the class). The generated code gets the arrays as all_dx and so on, and reads
+        # the columns of one step from them.
         widths = {"dx": 0 if self.input_by_step else len(plan.other) * H, "m": H * plan.second, "dh": P * plan.projects}
         for name, width in widths.items():
             if width:

@@ -34,8 +34,7 @@ class StreamedLayer:
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}  # only its shape and dtype matter
         step = Step(problem, v, mask=None, streamed=True)
-        # step(operand, inputs, h, c, saved, new c, new h): the generated function of one step.
-        self.whole_step, self.step, products = step, step.run, step.products
+        self.step, products = step, step.products
         self.h: list[Array] = products.h_buffers
         self.operands: list[Array] = products.operands
         self.c: list[Array] = [np.zeros((cell.carried * H, B), dtype) for _ in range(2)]
@@ -51,7 +50,7 @@ class StreamedLayer:
             self.weights = in_blocks(np.ascontiguousarray(Wx), B, streamed=True)
             self.product = self.inputs.reshape(*self.weights.shape[:-1], -1)
             self.column: Array = np.ones((Wx.shape[1], B), dtype)  # [x; 1]
-            self.x_rows: list[Array] = 2 * [self.column[:I]]
+            self.x_rows: list[Array] = 2 * [self.column[:I]]  # no operand has x, so one memory serves both buffers
         else:
             self.x_rows = list(products.x_rows)
         for h in self.h:
@@ -71,12 +70,12 @@ class StreamedLayer:
         h, new = self.h[k], self.h[1 - k]
         # The arguments: what the weights multiply, the input's part, h, c, then the memory for what a backward pass
         # reads (None), the new c and the new h.
-        self.step(self.operands[k], self.inputs, h, self.c[k], None, self.c[1 - k], new)
+        self.step.run(self.operands[k], self.inputs, h, self.c[k], None, self.c[1 - k], new)
         return new
 
 
 class Stream:
-    """A stack of layers that runs one step at a time.
+    """A stack of layers that runs one step at a time. A cell with inputs of its own is in a stack of one layer.
 
     batch: the sizes of the batch axes of x, which may be none. x has the shape (*batch, I) with I input features, and
     h has the shape (*batch, P), where P is the width of the last layer's h.
@@ -91,10 +90,11 @@ class Stream:
         self.batch = batch
         self.k: int = 0  # the buffer that holds the current h
         first, last = self.layers[0], self.layers[-1]
-        self.x: list[Array] = [self.outward(rows) for rows in first.x_rows]
-        self.h: list[Array] = [self.outward(rows) for rows in last.h]
+        # Both buffers of the first layer's input and of the last layer's h, as the caller sees them: (*batch, .).
+        self.x: list[Array] = [self.with_batch_axes(rows) for rows in first.x_rows]
+        self.h: list[Array] = [self.with_batch_axes(rows) for rows in last.h]
 
-    def outward(self, rows: Array) -> Array:
+    def with_batch_axes(self, rows: Array) -> Array:
         """Return a view (*batch, F) of an array [F, B] of F features. B is the product of the batch axes. An empty
         array (F = 0), which `reshape` cannot divide, is returned unchanged."""
         return rows.T.reshape(*self.batch, -1) if len(rows) else rows
@@ -109,7 +109,7 @@ class Stream:
         k = self.k  # which of the two buffers holds the states before this step
         np.copyto(self.x[k], x)
         if inputs is not None:
-            np.copyto(self.layers[0].whole_step.us, inputs.T)
+            np.copyto(self.layers[0].step.us, inputs.T)  # us: the inputs that a step reads; there is one layer
         with np.errstate(all="ignore"):  # exp may overflow in a gate that is 0, and x may be infinite
             if keep is not None:
                 for layer in self.layers:
@@ -125,9 +125,9 @@ class Stream:
 
     def states(self) -> dict[str, list[Array]]:
         """Return views of the current states of all layers by name: h (*batch, P) and, for an LSTM, c (*batch, H)."""
-        states = {"h": [self.outward(layer.h[self.k]) for layer in self.layers]}
+        states = {"h": [self.with_batch_axes(layer.h[self.k]) for layer in self.layers]}
         if len(self.layers[0].c[self.k]):
-            states["c"] = [self.outward(layer.c[self.k]) for layer in self.layers]
+            states["c"] = [self.with_batch_axes(layer.c[self.k]) for layer in self.layers]
         return states
 
     def set_states(self, states: dict[str, list[Array]]) -> None:

@@ -242,7 +242,8 @@ class NewArray:
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
         self.dtype: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32
-        # array: the MLX array, of which `memory` is a view; None for a small array, which NumPy allocates.
+        # array: the MLX array, of which `memory` is a view. None for a small array, which NumPy allocates: to wait for
+        # MLX's memory would take as long as a small step.
         self.array: mx.array | None = mx.zeros(shape, self.dtype) if prod(shape) >= LARGE_SIZE else None
         self.memory: Array = np.zeros(shape, dtype) if self.array is None else view(self.array)
 

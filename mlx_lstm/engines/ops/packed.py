@@ -37,7 +37,8 @@ def matrix_for_oracle(packing: Packing, arrays: Arrays, name: str) -> np.ndarray
 
     In mode "affine" the matrix is complex. The real part is the weight, scale q + bias. The imaginary part, from which
     the oracle computes how large rounding errors may be, is a factor for the first weight of each group, and 0 for the
-    others. A kernel puts the f bits of q into the mantissa of a half, which is then the number 2^f + q. So it computes
+    others. A kernel stores q in f bits (`field_of`: 4, or 8 for q of more than 4 bits), and puts these into the
+    mantissa of a half, which is then the number 2^f + q. So it computes
     scale (S - 2^f s) + bias s with the sums S of (2^f + q) x and s of x over the group, which are larger than the
     result and so round with larger errors. The factor says how large: sqrt((2 scale 2^f)^2 + (scale 2^f + |bias|)^2),
     as `closeness.exact_and_bounds` derives. It is never 0, which would mean that no group begins here.
@@ -47,7 +48,7 @@ def matrix_for_oracle(packing: Packing, arrays: Arrays, name: str) -> np.ndarray
     if biases is None:
         return values
     scale, bias = (np.abs(np.array(part).astype(np.float64)) for part in (scales, biases))
-    offset = scale * 2 ** field_of(packing)
+    offset = scale * 2 ** field_of(packing)  # scale 2^f
     factors = np.zeros(values.shape)
     factors[..., :: packing.group_size] = np.maximum(np.hypot(2 * offset, offset + bias), np.finfo(np.float64).tiny)
     return values + 1j * factors
@@ -67,9 +68,11 @@ def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.a
     scales, biases = scales_of(arrays, "Wx", rows.dtype)
     # mx.vmap does not support quantized products, so under mx.vmap the weight is dequantized first. Inside mx.vmap
     # arrays have no values. The same is true inside mx.compile and an export, so weights are dequantized there, too.
-    # That is slow, so it is done only on the CPU; and only in mode affine, because an export cannot write the
-    # dequantization of the other modes.
+    # That is slow, so it is done only on the CPU (on a GPU mx.vmap raises MLX's error); and only in mode affine,
+    # because an export cannot write the dequantization of the other modes.
     traced = packing.mode == "affine" and mx.default_device() == mx.cpu and is_transforming()
-    if traced and not have_values([rows, *(array for name, array in arrays.items() if name[:2] == "Wx")]):
+    # weight: Wx, its scales and its biases.
+    weight = (array for name, array in arrays.items() if name.startswith("Wx"))
+    if traced and not have_values([rows, *weight]):
         return rows @ matrix(packing, arrays, "Wx", rows.dtype).T
     return mx.quantized_matmul(rows, arrays["Wx"], scales, biases, **packing._asdict())

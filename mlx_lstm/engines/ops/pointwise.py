@@ -22,12 +22,12 @@ def blocks(array: Array | None, count: int) -> list[Array]:
 
 
 def chosen(live: Array, one: Array, other: Array) -> Array:
-    """Return `one` [B, ...], but `other` for all batch items whose entry in `live` [B] is false. The derivative of the
+    """Return `one` [B, ...], but `other` for all batch items whose entry in `live` [B] is false. The gradient of the
     number that is not chosen is 0.
 
-    `mx.where` has the same values, but MLX multiplies the derivative of the number that is not chosen by 0: an
-    infinite or NaN derivative of the chosen number would make it NaN. A gather does not multiply. Only floats have
-    such a gradient, so for other dtypes this is `mx.where`.
+    `mx.where` has the same values, but MLX computes the gradient of each of both numbers as the gradient of the result
+    times 1 or 0. Where that is infinite or NaN, the number that is not chosen would get NaN. A gather does not
+    multiply. Only floats have a gradient, so for other dtypes this is `mx.where`.
     """
     live = live.reshape(1, -1, *[1] * (one.ndim - 1))  # [1, B, 1, ..]: broadcasts to the stack of both arrays below
     if not mx.issubdtype(one.dtype, mx.floating):
@@ -78,7 +78,7 @@ def pointwise_step(
         after = list(graph.function(*given))
     else:
         known = {graph.number[name]: a for name, a in zip(graph.names, given, strict=True) if name in graph.number}
-        values = values_of(graph.nodes, graph.forward, known, h)
+        values = values_of(graph.nodes, graph.forward, known, like=h)
         after = [mx.broadcast_to(values[n], h.shape) for n in graph.forward]
     saved = mx.zeros((h.shape[0], cell.kept * h.shape[1]), h.dtype)
     return saved, mx.concatenate(after[1:], axis=-1) if len(after) > 1 else c, after[0]

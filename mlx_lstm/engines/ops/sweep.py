@@ -46,8 +46,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     # its products multiply an array by a gradient that is 0 in the padding. A NaN times 0 is NaN, so the padding of
     # these arrays is set to 0 first.
     if "lengths" in arrays:
-        padded = [name for name in ("x", "inputs", "mask") if name in arrays and arrays[name].shape[0] == problem.T]
-        padded = [name for name in padded if arrays[name].ndim == 3]  # not a mask that is the same at all steps
+        padded = [name for name in ("x", "inputs", "mask") if name in arrays and arrays[name].ndim == 3]
+        padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # not a mask for all steps, [1, B, P]
         arrays = arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
@@ -69,7 +69,7 @@ def forward_step(problem: Problem, arrays: Arrays) -> Arrays:
 def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
     """Run all steps of one direction. Return the outputs by name. z [T, B, G H]: the input's part of the
     preactivations."""
-    z_at = by_time(z)
+    z_at = by_time(z)  # a list of z[t]; see there why it is not indexed
 
     # Run step t from the states (h, c) before it. Return the outputs of the step and the states after it.
     def step_at(t: int, state: tuple[Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
@@ -361,7 +361,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
         of_norms: Arrays = {}
         raw = None
         if graph.has_norm():  # compute c before its norm, `raw`, which the gradient of the norm reads
-            raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, dh)[graph.norm_operand("norm")]
+            raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, like=dh)[graph.norm_operand("norm")]
             known[graph.norm_operand("norm")] = raw
         if "Wp" in arrays:  # dh went through the clip of h already, so the graph need not compute this
             known[graph.operand("W0")] = dh
@@ -371,7 +371,7 @@ def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callab
             numbers = {n: graph.nodes[n].value for n in every if graph.nodes[n].op == "const"}
             constants[dh.dtype] = {n: constant(value, dh) for n, value in numbers.items()}
             order[:] = [n for n in every if n not in numbers]
-        values = values_of(graph.nodes, of.values(), known | constants[dh.dtype], dh, order=order)
+        values = values_of(graph.nodes, of.values(), known | constants[dh.dtype], like=dh, order=order)
         if raw is not None:
             yc, _ = normalised(raw, blocks=1, eps=fixed["N0"].eps)
             of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
@@ -416,20 +416,21 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
     # What the forward step multiplies by Wp^T ("W0T"), and what the backward step multiplies by Wp ("W0"): the gradient
-    # before the clip. The last dh says the dtype of constants.
+    # before the clip. like: constants have the dtype of dh.
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
     n = graph.operand("W0")
-    return values_of(graph.nodes, [n], known, dh)[n]
+    return values_of(graph.nodes, [n], known, like=dh)[n]
 
 
 def projected_vector(cell: AnyCell, arrays: Arrays, after: Arrays) -> Array:
-    """Return m = o * output(c) [.., H], the vector that the projection multiplies. after: h, c and the gates."""
+    """Return m = o * activation(c) [.., H], the vector that the projection multiplies, with the LSTM's activation of
+    the output. after: h, c and the gates."""
     graph = graph_of(cell, ["Wp"], exposes=False)  # an LSTM with a projection; its gates have no cotangents
     # n: the node of m. It is computed from the gates and c, which are known.
     n, known = graph.operand("W0T"), dict[int, Any](known_after(graph, cell, after))
     if graph.has_norm():
         known[graph.number["N0"]] = norm_of_c(cell, arrays)
-    return values_of(graph.nodes, [n], known, after["c"])[n]
+    return values_of(graph.nodes, [n], known, like=after["c"])[n]  # like: constants have the dtype of c
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
@@ -462,7 +463,7 @@ def input_gradients(arrays: Arrays, dz: Array) -> Arrays:
     """Return the gradients of x, Wx and b, computed from dz [T, B, D G H]. Each is one matrix product or sum over
     all T * B rows."""
     x, Wx = arrays["x"], arrays.get("Wx")
-    gradients = {"x": dz}
+    gradients = {"x": dz}  # without Wx, x is projected already: it is a part of the preactivations
     if Wx is not None:
         gradients = {
             "x": (flat(dz) @ Wx).reshape(x.shape),
@@ -610,8 +611,8 @@ def project(problem: Problem, arrays: Arrays) -> Array:
 
 
 def project_rows(problem: Problem, arrays: Arrays, rows: Array) -> Array:
-    """Return the input's part of the preactivations, [n, D G H]. rows [n, I]: rows of x, one for each step and batch
-    item."""
+    """Return the input's part of the preactivations, [n, D G H]. rows: rows of x, one for each step and batch item, [n,
+    I]; without Wx they are projected already, [n, D G H]."""
     z = times_input(problem.packing, arrays, rows) if "Wx" in arrays else rows
     return z + arrays["b"] if "b" in arrays else z
 

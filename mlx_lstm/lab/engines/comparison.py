@@ -34,9 +34,9 @@ Work = list[tuple[int, str]]
 
 
 class Finding(NamedTuple):
-    """The result of comparing an engine with float64 in a case. tensor, error, bound: the tensor with the largest ratio
-    of error to bound, its error and its bound. seconds: the time of the first run, compilation included. failure: why
-    the comparison failed, or "". lost: whether the child process ended or hung."""
+    """The result of comparing an engine with float64 in a case. problem: the case's name. tensor, error, bound: the
+    tensor with the largest ratio of error to bound, its error and its bound. seconds: the time of the first run,
+    compilation included. failure: why the comparison failed, or "". lost: whether the child process ended or hung."""
 
     problem: str
     dtype: str
@@ -64,8 +64,8 @@ class Prepared(NamedTuple):
 
 def prepare(grid_case: GridCase) -> Prepared:
     """Draw the random arrays of a case and compute the exact results. They depend on the case alone. Take the first
-    seed with which every result is larger than its error bound, so that a comparison would notice zeros. With none of
-    them, the judge refuses the results of the last one."""
+    seed with which every result is larger than its error bound, so that a comparison would notice zeros. If no seed
+    does, take the last one, whose results the judge then refuses."""
     for seed in SEEDS:
         case = grid_case.draw(seed)
         judge = case.judge()
@@ -89,11 +89,12 @@ def compare(prepared: Prepared, engine: str) -> Finding:
     # Catch everything: the user wants to see any error of a compiler or a driver.
     except Exception as error:
         return finding._replace(failure=shortened(f"{type(error).__name__}: {error}"))
+    # The finding has the errors of the run with training; of the other run only a wrong result counts.
     verdict = judge.judge(results, case.names())
     if not verdict.refusal and (refused := judge.judge(without_training, case.names(training=False))).refusal:
         verdict = refused._replace(refusal=f"without training, {refused.refusal}")
-    tensor, error, bound, failure, *_ = verdict
-    return finding._replace(seconds=seconds, tensor=tensor, error=error, bound=bound, failure=failure)
+    found = {"tensor": verdict.tensor, "error": verdict.error, "bound": verdict.bound, "failure": verdict.refusal}
+    return finding._replace(seconds=seconds, **found)
 
 
 def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:
@@ -103,8 +104,8 @@ def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:
 
 
 def findings(work: Work, cases: list[GridCase], full: bool, limit: float = LIMIT) -> Iterator[Finding]:
-    """Yield the finding of each comparison in `work`. After a crash or a hang, the next comparison runs in a new
-    child process."""
+    """Yield the finding of each comparison (number of a case, engine) in `work`. After a crash or a hang, the next
+    comparison runs in a new child process."""
     runner, lost = Runner("engines", "full" if full else "default"), Counter[str]()
     try:
         for n, engine in work:
@@ -116,7 +117,7 @@ def findings(work: Work, cases: list[GridCase], full: bool, limit: float = LIMIT
             try:
                 yield Finding(**runner.ask(limit, n=n, engine=engine))
             except ChildError as error:
-                # A hang counts as much as LOSSES crashes, a crash (error.lost) as one, another error as none.
+                # A hang counts as much as LOSSES crashes, as each wait takes minutes; a crash (error.lost) as one.
                 lost[engine] += LOSSES if error.hung else error.lost
                 yield finding._replace(failure=str(error), lost=error.lost)
     finally:

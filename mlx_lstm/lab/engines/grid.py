@@ -101,6 +101,7 @@ class GridCase(NamedTuple):
             return case
         given = {name: to_mlx(case.arrays[name], DTYPES[self.dtype]) for name in WEIGHTS if name in case.arrays}
         weights = {name: self.packing.quantize(array) for name, array in given.items()}
+        # The numbers that the quantized weights stand for, as the oracle takes them.
         rounded = {name: matrix_for_oracle(self.packing, weight.arrays(name), name) for name, weight in weights.items()}
         return case._replace(call={**call, **rounded}, weights=weights)
 
@@ -176,8 +177,8 @@ def quantized() -> Iterator[GridCase]:
 
 def norms() -> Iterator[GridCase]:
     """Yield a layer of each kind with layer normalisation: of the recurrent product in the LSTM and the GRU, also of
-    the LSTM's c, and of the whole sum that the plain RNN activates."""
-    norms = {"lstm": NormOptions("product", c="output"), "gru": NormOptions("product"), "rnn": NormOptions("sum")}
+    the LSTM's c where it becomes h, and of the whole sum that the plain RNN activates."""
+    norms = {"lstm": NormOptions(of="product", c="output"), "gru": NormOptions(), "rnn": NormOptions(of="sum")}
     for op, norm in norms.items():
         options: dict[str, Any] = {"op": op, "sizes": (4, 3, 3, 9, 9), "norm": norm}  # T, B, I, H, P
         yield GridCase(f"{op}, layer normalisation", "float32", options)

@@ -40,7 +40,7 @@ DTYPES = {"float32": "MPSDataTypeFloat32", "float16": "MPSDataTypeFloat16"}
 
 
 def arguments(selector: str) -> list[str]:
-    """Return the names of the tensor arguments in an Objective-C selector, converted to Python's spelling."""
+    """Return in Python's spelling the arguments of an Objective-C selector, without descriptor and name."""
     words = ["source", *selector.split(":")[1:-3]]
     return [re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", word) for word in words]
 

@@ -25,7 +25,7 @@ ALWAYS = ("training", "produce_cell")
 class Dump(NamedTuple):
     """Arrays that a user saved from an app, together with the sizes that explain their shapes: T steps, N batch items,
     I inputs, H units, G gates, D directions, and K, which is as large as H (see `groups`). The arguments are in `case`,
-    in the layouts of the user's file; the results are in `results`."""
+    in the layouts of the user's file; the results, outputs and gradients, are in `results`."""
 
     case: CompareCase
     results: Arrays
@@ -35,17 +35,18 @@ class Dump(NamedTuple):
         """Return the documented layout of an argument or result: for each axis the letters of the sizes whose product
         is the size of the axis. For example, the weight [4H, H] is [[G, H], [K]] with G = 4 gates. K is as large as H,
         but marks the axis that is multiplied by h[t-1], so that a transposed weight is recognised."""
-        case, D = self.case, self.sizes["D"]
+        case, D, G = self.case, self.sizes["D"], GATES[self.case.op]
         # `layouts` has the arguments only. The results h and c have the layout of the argument cell_output_fwd, and a
         # gradient such as dbias has that of its argument.
-        documented = layouts(GATES[case.op], case.bidirectional, projects="input_weight" in case.arrays)
+        documented = layouts(G, case.bidirectional, projects="input_weight" in case.arrays)
         argument = "cell_output_fwd" if name in ("h", "c") else name.removeprefix("d")
         groups = []
         for axis in documented[argument]:  # text such as "8H" or "N"
             many = int(axis[:-1] or 1) if axis.endswith("H") else 0  # blocks of H: gates times directions
-            # Both directions are an axis "2" of their own, or a factor 2 in an axis such as "2H" or "8H".
-            direction = axis == "2" or (D == 2 and many in (2, 2 * GATES[case.op]))
-            gate = many // (2 if direction else 1) == GATES[case.op] > 1
+            # Both directions are an axis "2" of their own, or a factor 2 in an axis such as "2H" or "8H". "8H" of an
+            # LSTM is [D, G, H]: 8 blocks are 2 directions of 4 gates.
+            direction = axis == "2" or (D == 2 and many in (2, 2 * G))
+            gate = G > 1 and many == (2 * G if direction else G)
             unit = "K" if axis == "H" and name.endswith("recurrent_weight") else "H"
             groups.append(["D"] * direction + ["G"] * gate + ([unit] if many else [axis] if axis in "TNI" else []))
         return groups
@@ -62,8 +63,8 @@ converts an array from this layout to the documented one."""
 
 
 def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
-    """Return the layouts that explain the shape of an array, the documented layout first. A layout is a description
-    and a function that converts the array to the documented layout."""
+    """Return the layouts that explain the shape of an array, the documented layout first. A layout is a description,
+    "" of the documented one, and a function that converts the array to the documented layout."""
     groups, sizes, shape = dump.groups(name), dump.sizes, dump.shape(name)
     if value.size != math.prod(shape):
         return []
@@ -77,6 +78,7 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
         if places is not None:
             inverse = np.argsort(order) if order else []
             dumped = [[parts[order[n]] for n in group] for group in places]
+            # same: whether no axes are exchanged, joined or divided.
             same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
             words = "" if same else words_of(dumped, sizes)
 
@@ -84,10 +86,11 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
             def to_documented(v: np.ndarray, lengths: Any = lengths, inverse: Any = inverse) -> np.ndarray:
                 return v.reshape(lengths).transpose(inverse).reshape(shape)
 
-            # The first entry is a sort key: the number of axes that do not exist in the documented layout, for example
-            # because two axes are joined into one. So layouts that only exchange axes (0) come before other layouts.
-            found.append((sum(group not in groups for group in dumped), (words, to_documented)))
-    return [layout for _, layout in sorted(found, key=lambda entry: (bool(entry[1][0]), entry[0]))]
+            # others: the axes that do not exist in the documented layout, for example because two axes are joined.
+            # Layouts that only exchange axes have none, so they come first, but after the documented layout.
+            others = sum(group not in groups for group in dumped)
+            found.append(((bool(words), others), (words, to_documented)))
+    return [layout for _, layout in sorted(found, key=lambda entry: entry[0])]
 
 
 def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:

@@ -2,6 +2,7 @@
 
 fl: the arithmetic, which rounds each operation to its dtype or adds random errors. readings: keywords of `options`,
 which say how to interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`.
+`WORDS`, `OUTPUTS` and `COTANGENTS` have the oracle's name by Apple's name of an argument, a result, a cotangent.
 """
 
 from typing import Any

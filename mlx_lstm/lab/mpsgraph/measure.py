@@ -16,6 +16,7 @@ SEQUENCES = ("h", "c", "z_state", "dsource")
 
 OURS = ("fused", "stepwise", "numpy", "ops")
 FROM_OUTSIDE = ("mpsgraph", "torch-mps", "golden", "yours")
+"""OURS: our engines. FROM_OUTSIDE: results of MPSGraph, also called by torch, of --golden, and of the user's app."""
 
 
 class ComparisonRow(NamedTuple):
@@ -63,7 +64,7 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
     for name, outcome in outcomes.items():
         if outcome.problem:
             yield ComparisonRow(case.name, "-", name, outcome.problem)
-    ran = {name: outcome.results for name, outcome in outcomes.items() if outcome.results or not outcome.problem}
+    ran = {name: outcome.results for name, outcome in outcomes.items() if not outcome.problem}
     if not ran:
         return
     try:

@@ -59,7 +59,7 @@ def pairs_text(rows: Sequence[ComparisonRow]) -> str:
     lines = [["pair", "comparisons", "differ", "error/bound", "worst"]]
     for pair in dict.fromkeys(row.pair for row in rows if not row.is_failed_call):
         mine = [row for row in rows if row.pair == pair and not row.is_failed_call]
-        worst = max(mine, key=severity)
+        worst = max(mine, key=severity)  # a wrong one before right ones, then the largest error/bound
         differ = str(sum(row.failed for row in mine))
         lines.append([pair, str(len(mine)), differ, figure(worst.over_bound), f"{worst.tensor} of {worst.case}"])
     return table(lines)
@@ -79,7 +79,7 @@ def failures_text(rows: Sequence[ComparisonRow]) -> str:
         lines.append(brief(failed[0].verdict))
     found: dict[tuple[str, str], list[ComparisonRow]] = {}
     # An implementation that differs from the oracle also differs from the other implementations. Report only the
-    # difference from the oracle.
+    # difference from the oracle. row.pair: "implementation - oracle" or "implementation - other implementation".
     wrong = {(row.case, row.tensor, row.pair.split(" - ")[0]) for row in rows if row.failed and "oracle" in row.pair}
     for row in rows:
         told = "oracle" not in row.pair and any((row.case, row.tensor, one) in wrong for one in row.pair.split(" - "))
@@ -157,7 +157,7 @@ def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None
         part.suptitle(f"{case}: error over bound at each time step", fontsize=12)
         for axis, tensor in zip(part.subplots(1, len(tensors), squeeze=False, sharey=True)[0], tensors, strict=True):
             for row in (row for row in mine if row.tensor == tensor):
-                values = np.maximum(row.by_time, 1e-4)
+                values = np.maximum(row.by_time, 1e-4)  # a logarithmic axis has no 0; NaN leaves a gap
                 axis.semilogy(values, label=row.pair, color=colors[row.pair], linewidth=1, marker=".")
             axis.axhline(1, color="black", linewidth=1)
             axis.set(title=tensor, xlabel="time step")

@@ -10,13 +10,14 @@ from .cases import GATES, Arrays, CompareCase
 
 def hindrance(case: CompareCase) -> str | None:
     """Return why torch's layer cannot run this case; None if it can."""
+    # changed: also a property set to its default; a case with such a one is not run either.
     changed = {name for name, value in case.descriptor.items() if value is not False} - {"bidirectional"}
     if "reverse" in changed:
         return "no reverse alone"
     if case.arrays["source"].dtype != np.float32:
         return "float32 only"
     if "source_gradient" not in case.arrays:
-        return "no gradient of h"
+        return "no gradient of h"  # `run` always computes gradients
     if "mask" in case.arrays or "peephole" in case.arrays:
         return "no mask, no peephole"
     if "input_weight" not in case.arrays:
@@ -45,7 +46,7 @@ def run(case: CompareCase, device: str) -> Arrays:
     for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):  # a GRU and an RNN have no cell
         if name in case.arrays:
             outputs.append(end)
-            cotangents.append(state(case, name, device).detach())
+            cotangents.append(state(case, name, device).detach())  # `state` returns a leaf that wants a gradient
     torch.autograd.backward(outputs, cotangents)
     results = {"h": h, "dsource": source.grad}
     for n in range(len(case.layers)):

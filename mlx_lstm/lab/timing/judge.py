@@ -39,8 +39,8 @@ def judge_layer(
     if evaluate is None and T > PART:
         first = numbers | {name: numbers[name][:PART] for name in ("x", "dh")}
     values = partial(evaluate or evaluate_lstm, first, backward=backward)
-    judge = exact_and_bounds(values, dtype, trials_for(first["dh"].size))
-    exact, bounds = judge.exact, widest(judge.bounds)
+    judge = exact_and_bounds(values, dtype, trials_for(first["dh"].size))  # few trials of large arrays: each takes long
+    exact, bounds = judge.exact, widest(judge.bounds)  # widest, largest: one number for each result
     if first is not numbers:
         exact = evaluate_in_parts(numbers, backward=backward)
     # The bounds of weights' gradients grow as T sqrt(T) from the first part on, and by u sqrt(T): see the head.

@@ -85,7 +85,7 @@ def plan(seconds: float, rounds: int, once: float) -> Plan:
 
 def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
     """Return the time of the measurement `row` divided by the time of the measurement `reference`, or None if one of
-    them was not timed."""
+    them was not timed. Both had their turn n in round n; the one with fewer turns sets the number of ratios."""
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
@@ -175,10 +175,10 @@ def check(task: Task, child: Child, judge: Judge, file: str) -> tuple[Measuremen
     try:
         answer = child.ask(limit_of(task), do="check", file=file)
     except ChildError as error:
-        return Measurement(task, f"failed: {error}", hung=error.hung), 0.0
+        return Measurement(task, f"failed: {error}", hung=error.hung), 0.0  # 0.0: not used, as it is not timed
     with np.load(file) as results:
         verdict = judge.judge(dict(results), CASES[task.case].passes[task.which])
-    status = f"refused: {verdict.refusal}" if verdict.refusal else "memory only"
+    status = f"refused: {verdict.refusal}" if verdict.refusal else "memory only"  # until `take_turn`
     memory = {name: answer[name] for name in ("peak", "mlx_peak", "threads")}
     return Measurement(task, status, verdict, **memory), answer["once"]
 

@@ -35,7 +35,7 @@ def answers(text: str) -> Callable[..., dict[str, Any]]:
     task, workers = Task(contender, engine, Size(*size), *rest), list[Worker]()
 
     def answer(do: str, **request: Any) -> dict[str, Any]:
-        if not workers:
+        if not workers:  # at the first request, so that an error is answered
             workers.append(Worker(task))
         return {"check": workers[0].check, "time": workers[0].time}[do](**request)
 
@@ -71,12 +71,13 @@ class Worker:
         if once < SHORT:
             once, *_ = self.run()
         answer = {"once": once, "peak": peak, "mlx_peak": mlx_peak, "threads": self.work.threads}
-        self.pause()
+        self.pause()  # here begins the time that counts as idle
         return answer
 
     def time(self, seconds: float, warmups: int) -> dict[str, Any]:
         """Run the task for this number of seconds, at least once, after `warmups` untimed runs. The answer contains the
-        seconds of each timed run and, if the task builds a graph, the seconds that building took."""
+        seconds of each timed run and, if the task builds a graph, the seconds that building took; `cpu`, the CPU time
+        of the whole turn with its pause, which the caller sees; `idle_cpu`, the CPU time per second between turns."""
         self.resume()
         start = time.process_time()
         for _ in range(warmups):
@@ -140,7 +141,7 @@ class PeakMemory:
         self.mlx_start: int = mx.get_active_memory()
         try:
             with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")
+                file.write("5")  # 5: reset VmHWM, the peak
             self.start: int = linux_memory("VmRSS")
         except OSError:
             self.start = highest_resident()

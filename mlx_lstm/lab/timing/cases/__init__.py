@@ -45,12 +45,12 @@ def two_layers(cell: str) -> BenchCase:
     return BenchCase(
         stack.SIZES,
         stack.PASSES,
-        ("backward",),
-        stack.contenders(cell),
-        ("torch",),
-        partial(stack.draw, cell),
-        partial(stack.judge_stack, cell),
-        stack.CELLS[cell],
+        default_passes=("backward",),
+        contenders=stack.contenders(cell),
+        references=("torch",),
+        draw=partial(stack.draw, cell),
+        judge=partial(stack.judge_stack, cell),
+        cell=stack.CELLS[cell],
         bidirectional=True,
     )
 

@@ -79,10 +79,12 @@ def in_mlx(forward: Callable[..., mx.array], numbers: Tensors, task: Task) -> Wo
         mx.eval(results)
         return results
 
-    return Work(run, lambda results: named([*arrays], [np.array(a.astype(mx.float32)) for a in results]), build=build)
+    return Work(
+        run, lambda found: h_and_gradients([*arrays], [np.array(a.astype(mx.float32)) for a in found]), build=build
+    )
 
 
-def named(inputs: list[str], results: list[Array]) -> Tensors:
+def h_and_gradients(inputs: list[str], results: list[Array]) -> Tensors:
     """Return the results of a pass by name: h and, if there are more, the gradients of the inputs of these names."""
     return dict(zip(["h", *(f"d{name}" for name in inputs)], results, strict=len(results) > 1))
 
@@ -120,7 +122,7 @@ def in_torch(layer: Any, parameters: dict[str, str], numbers: Tensors, task: Tas
         return [h, *torch.autograd.grad(h, [x, *weights], dh)]
 
     def tensors(results: list[Any]) -> Tensors:
-        return named(["x", *parameters], [a.detach().float().numpy() for a in results])
+        return h_and_gradients(["x", *parameters], [a.detach().float().numpy() for a in results])
 
     return Work(run, tensors, torch.get_num_threads())
 
