@@ -56,6 +56,9 @@ LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 """LSTM_OUTPUTS, OUTPUTS: the attribute `outputs` of cells with and without c."""
 
+NO_BIAS: float = 0.0
+"""The `forget_bias` of cells without this option."""
+
 
 class NormOptions(NamedTuple):
     """How a cell's step uses layer normalisation. `engines.definitions` has the equations.
@@ -144,7 +147,7 @@ class GRUCell(NamedTuple):
     kept = 3
     apart = recurrent = reads_kept = passes_h = reads_h = True
     params = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
@@ -172,7 +175,7 @@ class RNNCell(NamedTuple):
     recurrent = reads_h = True
     apart = reads_kept = passes_h = stops_c = stops_h = False
     params = reset = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     gate_order = "h"
@@ -201,7 +204,7 @@ class PointwiseCell(NamedTuple):
     reads_kept = True
     params = "params"
     reset = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
