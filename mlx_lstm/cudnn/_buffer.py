@@ -85,4 +85,5 @@ def count(op: str, name: str, value: object, *, least: int) -> int:
     for error texts. least: the least value that is allowed."""
     if isinstance(value, mx.array) and value.size == 1 and mx.issubdtype(value.dtype, mx.integer):
         value = value.item()
-    return check_integer(op, name, value, least=least)
+    # The sizes of buffers are also computed for layers that no memory can hold.
+    return check_integer(op, name, value, least=least, most=None)

@@ -144,14 +144,16 @@ def check_flag(op: str, name: str, value: object, why: str = "") -> None:
         fail(op, f"{name} must be True or False{why}", repr(value))
 
 
-def check_integer(op: str, name: str, value: object, *, least: int | None = None, why: str = "") -> int:
+def check_integer(
+    op: str, name: str, value: object, *, least: int | None = None, most: int | None = LARGEST_SIZE, why: str = ""
+) -> int:
     """Check an integer of any type and return it as Python's int. Raise ValueError if it is no integer or below
     `least`; `why`: the reason, for the error text. A number with a least value counts something, as a size does, so it
-    is limited by `LARGEST_SIZE`, too."""
+    must not be above `most` either, if that is not None."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
         fail(op, f"{name} must be an integer{'' if least is None else f' of at least {least}'}{why}", repr(value))
-    if least is not None and int(value) > LARGEST_SIZE:
-        fail(op, f"{name} must be at most {LARGEST_SIZE}, the largest size in MLX", repr(value))
+    if least is not None and most is not None and int(value) > most:
+        fail(op, f"{name} must be at most {most}, the largest size in MLX", repr(value))
     return int(value)
 
 
