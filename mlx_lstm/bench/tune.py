@@ -165,6 +165,7 @@ def measure(
     for name, (engine, cut) in contenders.items():
         try:
             with tuning.trying(cut):
+                # First a check of the results, over grid.checked steps: its float64 reference would take long for all.
                 refusal = refusal_of(engine, size._replace(T=grid.checked), dtype)
                 if not refusal:
                     ready[name] = prepare(engine, size, dtype)
@@ -174,7 +175,7 @@ def measure(
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}".splitlines()[0]
             ready.pop(name, None)
-        times[name] = f"discarded: {refusal}"  # for a right one the last line puts the time in its place
+        times[name] = f"discarded: {refusal}"  # if nothing was refused, the last line replaces this text by the time
     turns: dict[Name, list[float]] = {name: [] for name in ready}
     for _ in range(grid.turns):
         for name, work in ready.items():

@@ -331,7 +331,7 @@ INSTEAD_OF_WRITING = {
 
 def ending_of(path: Path, *, writes: bool = False) -> str:
     """Return the ending of a file's name, which selects the format; raise ValueError with advice for an unknown
-    ending. writes: whether the file is one to write."""
+    ending. writes: whether the file is one to write. A caller that writes handles a Core ML package before."""
     for ending in ENDINGS:
         if path.name.endswith(ending):
             return ending

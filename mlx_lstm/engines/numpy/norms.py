@@ -316,6 +316,7 @@ def centred(blocks: int, array: Array) -> Array:
     """Return weights or a bias [n, .], minus the mean over the rows of each block. The n rows are divided into `blocks`
     blocks of the same size."""
     parts = array.reshape(blocks, len(array) // blocks, -1)
+    # A mean is a product with a row of equal numbers, because BLAS is faster than NumPy.
     row = np.full((1, parts.shape[1]), 1 / parts.shape[1], array.dtype)
     return (parts - np.matmul(row, parts)).reshape(array.shape)
 

@@ -127,7 +127,8 @@ class BackwardSweep:
         forward pass. dv: the cotangents of some outputs by name."""
         dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
         if problem.cell.norm is not None:
-            # rows: the numbers that the norms saved per step and item. They tell by which way the norms were computed.
+            # rows: the numbers that the norms saved per step and item. They tell `by_factors` which of the two ways of
+            # numpy/norms.py the forward pass took: that of `Normalisation`, or the one by factors.
             rows = saved["norms"].shape[2] if "norms" in saved else 0
             v = with_centred_weights(problem, v, by_factors(problem, rows))  # the weights of the forward pass
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
@@ -143,7 +144,9 @@ class BackwardSweep:
         self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
         self.dc: Array = first_state(dv, "cT", (carried * H if has_c else 0, B), dtype)
-        # Meanwhile the columns of waiting items in dh and dc are 0, so that they add nothing to any gradient.
+        # waiting: pairs (dh or dc, a copy of it). An item that does not run yet waits for its last step in time. Until
+        # then its column of dh and dc is 0, so that it adds nothing to any gradient. Then the copy's column replaces
+        # it.
         self.waiting: list[tuple[Array, Array]] = []
         if self.ends.shortest < problem.T:
             self.waiting = [(self.dh, self.dh.copy()), (self.dc, self.dc.copy())]
@@ -178,6 +181,7 @@ class BackwardSweep:
     def run_chunk(self, start: int, stop: int) -> None:
         """Run the steps from `start` to `stop` backward, then add their weight gradients."""
         problem, v, step, dh, dc = self.problem, self.v, self.step, self.dh, self.dc
+        # `without_padding` returns these steps with 0 where a batch item has ended, because NaN may stand there.
         dv = {name: self.without_padding(self.dv[name], start, stop) for name in SEQUENCES if name in self.dv}
         keep = self.without_padding(v["keep"], start, stop) if "keep" in v else None
         mask = None if self.mask is None else self.without_padding(self.mask, start, stop)

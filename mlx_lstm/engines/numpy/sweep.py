@@ -274,6 +274,7 @@ class NewSequence(NewArray):
     def to_mlx(self) -> mx.array:
         """Return the sequence that NumPy has written as an MLX array: [B, T, F] if this object was made with
         `batch_first`, else [T, B, F]. F is the number of features per step."""
+        # self.array: the MLX array whose memory NumPy has filled. None: NumPy allocated the memory; copy it here.
         array = mx.array(self.as_allocated, self.dtype) if self.array is None else self.array
         if self.order == self.returned:
             return array

@@ -100,7 +100,8 @@ def beginning(row: ComparisonRow) -> list[str]:
 
 
 def brief(text: str) -> str:
-    """Return the first line of an error text and, indented, the first error line of a compiler in it."""
+    """Return the first line of an error text and the first error line of a compiler in it, both indented and cut after
+    160 characters. A first line that ends in a colon is joined with the next one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [text]
     compilers = [line for line in lines[1:] if "error:" in line][:1]
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

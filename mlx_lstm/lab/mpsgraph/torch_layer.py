@@ -98,7 +98,7 @@ def gradients_of_layer(case: CompareCase, layer: Any, n: int) -> dict[str, Any]:
     found["dinput_weight"] = torch.cat(parameters("weight_ih"))
     if "bias" in case.arrays:
         found["dbias"] = torch.cat(parameters("bias_ih"))
-    if "secondary_bias" in case.arrays:
+    if "secondary_bias" in case.arrays:  # the part of bias_hh that belongs to the candidate, the last of three gates
         found["dsecondary_bias"] = torch.cat([value[2 * case.hidden :] for value in parameters("bias_hh")])
     return {name + (f"_l{n}" if n else ""): value for name, value in found.items()}
 
