@@ -158,8 +158,7 @@ def test_who_reads_them(bits, B, cores, largest):
     here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, bits, "affine"), "cores": cores}
     found = {H: choose(sizes=(8, B, 32, H), dtype=mx.float32, **here) for H in (32, largest, largest + 32)}
     assert [choice.engine for choice in found.values()] == ["fused", "fused", "stepwise"]
-    field = 4 if bits <= 4 else 8
-    where = f"weights of {field} bits, at B = {B}, H = 32 on {cores} GPU cores, predicted"
+    where = f"weights of {bits} bits, at B = {B}, H = 32 on {cores} GPU cores, predicted"
     assert found[32].reason.endswith(where)
 
 
