@@ -20,7 +20,7 @@ from mlx_lstm.engines.problem import Problem
 from mlx_lstm.recurrence import _judge
 from mlx_lstm.recurrence._trial import trial_from, trial_of
 
-QUICK = {("fused", "gru each"), ("fused", "output"), ("stepwise", "all")}
+QUICK = {("fused", "state"), ("fused", "gru each"), ("fused", "output"), ("stepwise", "all")}
 """The rows that are not slow tests. The paths of test_kernel_paths.py have norms, too."""
 PARAMS = [pytest.param(*row, id="-".join(row[:2]), marks=[] if row[:2] in QUICK else pytest.mark.slow) for row in ROWS]
 

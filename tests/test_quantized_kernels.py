@@ -87,11 +87,12 @@ def test_every_mode_width_and_group_is_read_once_a_step(packing):
 
 
 @pytest.mark.not_on_a_mac("bytes: the emulator counts them")
-def test_a_tile_reads_each_byte_once():
+@pytest.mark.parametrize("packing, H", [((32, 3, "affine"), 96), ((64, 4, "affine"), 128)], ids=str)
+def test_a_tile_reads_each_byte_once(packing, H):
     """For a batch of 8 sequences, one threadgroup of `stepwise` multiplies all of them by its part of the quantized
     weights. So a time step reads each byte of these weights exactly once."""
     with on_metal() as log:
-        check_quantized("stepwise", quantized_case((32, 3, "affine"), sizes=(2, 8, 32, 96, 96)))
+        check_quantized("stepwise", quantized_case(packing, sizes=(2, 8, packing[0], H, H)))
     for launch in [launch for launch in log if "stepwise_forward" in launch.name]:
         weights = [traffic for name, traffic in launch.traffic.items() if name.startswith("Wh")]
         assert sum(each.bytes_read for each in weights) == sum(each.size for each in weights)
