@@ -602,8 +602,8 @@ def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: 
             absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])  # any names will do
         except NotPointwise as error:
             what = error.what
-    # `absorb` found an array that has the same address in two traces, but the cell captures none. It is a constant of a
-    # compiled function, which MLX keeps from call to call.
+    # The cell was traced twice, and `absorb` found an array that has the same address in both traces. But the cell
+    # captures no array. So the array is a constant of a compiled function, which MLX keeps from call to call.
     elif what == "a captured array":
         what = "a compiled function of constants"
     return what

@@ -90,8 +90,9 @@ def chunk_steps(problem: Problem) -> int:
 
 
 def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> Array:
-    """Return scratch memory [rows, columns] that is used B columns at a time. For a wide batch its rows are contiguous:
-    B numbers are long enough for a fast loop. For a narrow batch its columns are, so that B of them are one block."""
+    """Return scratch memory [rows, columns]. Each step uses B columns of it. For a wide batch the rows are contiguous,
+    because a loop over B numbers is then fast. For a narrow batch the columns are contiguous, so that the B columns of
+    a step are one block of memory."""
     if B >= WIDE_BATCH:
         # 16 extra columns: otherwise rows whose distance is a power of two would share cache sets.
         return np.empty((rows, columns + 16), dtype)[:, :columns]
