@@ -6,7 +6,7 @@ an attribute only if the code that reads the object contains the attribute's nam
 """
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -66,15 +66,17 @@ class Captured:
     the attribute's name.
     """
 
-    def __init__(self, function: Callable[..., Any]):
-        """Search `function`. Raise `TooMuch` if it captures more than the limits allow."""
+    def __init__(self, function: Callable[..., Any], partly: bool = False):
+        """Search `function`. If it captures more than the limits allow, raise `TooMuch`; with `partly`, keep what was
+        found so far."""
         self.key: list[Any] = []
         self.arrays: list[mx.array] = []
         self.modules: list[nn.Module] = []
         self.named: list[tuple[str, mx.array]] = []
         self.reads_numbers: bool = False
         self.seen: dict[tuple[int, tuple[str, ...]], Any] = {}  # holds the objects, so that their ids stay theirs
-        self.visit(function, (), 0)
+        with suppress(TooMuch) if partly else nullcontext():
+            self.visit(function, (), 0)
 
     def visit(self, value: Any, names: tuple[str, ...], depth: int) -> None:
         """Search one object. names: the names in the code that reads it; the search follows no other
@@ -173,9 +175,7 @@ def reached(function: Callable[..., Any]) -> tuple[list[nn.Module], list[tuple[s
     """Return the modules of `mlx.nn` and the arrays, as pairs (name, array), that a function reaches by the names in
     its code, as attributes of objects, classes and Python modules. If the limits end the search, return those found so
     far."""
-    found = Captured.__new__(Captured)  # made apart from its search, so that it remains if the search raises TooMuch
-    with suppress(TooMuch):
-        found.__init__(function)
+    found = Captured(function, partly=True)
     return found.modules, found.named
 
 
