@@ -263,7 +263,7 @@ def test_equals_tensorflows_cell(peephole):
         assert_within(name, (outputs | gradients)[name], array.astype(np.float64), 2 * limit[name])
 
 
-@pytest.mark.parametrize("engine", ["numpy", "stepwise"])
+@pytest.mark.parametrize("engine", ["numpy", pytest.param("stepwise", marks=pytest.mark.slow)])
 def test_quantized_weights(engine):
     """Clips that stop gradients work with quantized weights."""
     options = {"projection": True, "cell_clip": 0.3, "projection_clip": 0.15, "clip_gradient": "zero"}

@@ -226,8 +226,9 @@ def test_quantized_rows_that_take_more_than_one_turn(B, H):
     """`stepwise` is right if a row of quantized weights is so long that the lanes of a SIMD group read it in several
     passes: 256 weights per pass for one sequence, 128 for several sequences."""
     with on_metal() as log:
-        check_quantized("stepwise", quantized_case((32, 8, "affine"), sizes=(2, B, 32, H, H), op="rnn"))
-        check_quantized("stepwise", quantized_case((32, 4, "mxfp4"), sizes=(2, B, 32, H, H), op="rnn"))
+        for packing in ((32, 8, "affine"), (32, 4, "mxfp4")):
+            prepared = quantized_case(packing, sizes=(2, B, 32, H, H), op="rnn")
+            check_quantized("stepwise", prepared, backward=False)
     assert any("packed_weights" in launch.source for launch in log)
 
 
@@ -242,7 +243,6 @@ def test_the_trial_of_long_quantized_rows_takes_several_turns(B, H, least):
 
 
 WIDE = {
-    "gru, both directions": ((32, 8, "affine"), (2, 2, 32, 32, 32), {"op": "gru", "bidirectional": True}),
     "lstm, 256 units": ((64, 4, "affine"), (2, 1, 64, 256, 256), {}),
     "rnn, 1024 units": ((64, 2, "affine"), (2, 1, 64, 1024, 1024), {"op": "rnn"}),
 }
@@ -250,9 +250,10 @@ WIDE = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_fused_with_quantized_weights(name):
-    """`fused` is right with quantized weights in both directions, and for the largest hidden sizes that it supports."""
+    """`fused` is right with quantized weights for the largest hidden sizes that it supports."""
     packing, sizes, options = WIDE[name]
     with on_metal() as log:
-        check_quantized("fused", quantized_case(packing, sizes=sizes, quantize=("Wh",), **options))
+        prepared = quantized_case(packing, sizes=sizes, quantize=("Wh",), **options)
+        check_quantized("fused", prepared, backward="op" in options)
     (sweep,) = (launch for launch in log if re.search("fused_forward", launch.name))
     assert "PackedVector" in sweep.source
