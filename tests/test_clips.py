@@ -117,7 +117,11 @@ def test_equals_torch_programs_that_clamp(option):
 
 @pytest.mark.parametrize(
     "engine, option",
-    [("fused", "cell_clip, peephole"), ("fused", "cell_clip, previous"), ("stepwise", "both, reverse")],
+    [
+        ("fused", "cell_clip, peephole"),
+        pytest.param("fused", "cell_clip, previous", marks=pytest.mark.slow),
+        ("stepwise", "both, reverse"),
+    ],
 )
 def test_kernels_equal_torch_programs_that_clamp(engine, option):
     """Outputs and gradients of the kernels equal those of a loop in torch with torch.clamp. `fused` has no

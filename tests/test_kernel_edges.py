@@ -69,16 +69,8 @@ def test_activations_of_large_numbers():
     assert (np.abs(squashed(-x, False)) < 1e-37).all()
 
 
-# Every pair of an engine, an activation and a value of `flip_z`.
-@pytest.mark.parametrize(
-    "engine, activation, flip_z",
-    [
-        ("fused", "identity", False),
-        ("fused", "relu", True),
-        ("stepwise", "identity", True),
-        ("stepwise", "relu", False),
-    ],
-)
+# Both engines call the same function.
+@pytest.mark.parametrize("engine, activation, flip_z", [("fused", "identity", False), ("stepwise", "relu", True)])
 def test_an_infinite_candidate_makes_an_infinite_h(engine, activation, flip_z):
     """An infinite candidate n of a GRU gives an infinite h, as z h + (1 - z) n does. The formula n + z (h - n), which
     the shaders use for bounded activations, would give NaN."""
