@@ -116,7 +116,7 @@ def options_of(path, name):
 def fitted(options, T, B):
     """Return options of ROWS with the arrays and shapes that a batch of B sequences of T steps needs."""
     options = dict(options)
-    if "lengths" in options:
+    if options.get("lengths"):
         options["lengths"] = [(T, T // 2, 0, 1, T, T, 2 % (T + 1), max(T - 1, 0), 4 % (T + 1))[n % 9] for n in range(B)]
     if "hold" in options:
         options["hold"] = np.arange(T * B).reshape(T, B) % 4 == 1
@@ -127,7 +127,8 @@ def fitted(options, T, B):
 
 def usual_call(engine, name, sizes=(T, 3, 2, H, P), seed=3, **more):
     """Return random (case, cotangents) of a call in float32 with the options `ROWS[name]` and `more`. On an engine, all
-    calls with the same row, batch size and H use the same kernels."""
+    calls with the same row and H, that run by the same kind of product, use the same kernels. An exception is the batch
+    size: MLX binds `lengths` of fewer than 8 sequences in Metal's constant address space."""
     options = fitted(options_of(Path(engine, "", False), name) | more, *sizes[:2])
     return draw_away_from_kinks(seed, ROUNDING_MARGIN, sizes=sizes, recurrent=0.3, **options)
 

@@ -417,17 +417,17 @@ def test_wide_batches_run_in_matrices():
         assert {"matrix" in launch.name for launch in log if re.search("ward", launch.name)} == {True}
 
 
-# Lanes or matrices, with lengths. They are those of the calls in test_kernel_paths.py with 32-bit indices.
-IN_MATRICES = {"lstm": True, "gru": False, "gru_before": False, "rnn": True}
+# {row: batch size}. A batch of 9 runs in matrices below, as do the calls of test_kernel_paths.py with 32-bit indices.
+BATCH = {"lstm": 9, "gru": 3, "gru_before": 3, "rnn": 9}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("row", IN_MATRICES)
+@pytest.mark.parametrize("row", BATCH)
 def test_fused_in_several_launches(row, way):
     """A launch of three steps begins at an odd step, where the two halves of the buffer of states change places. The
     rare calls of test_kernel_paths.py have several launches with every option, of lanes and of matrices."""
-    drawn = usual_call("fused", row, (7, 3, 2, 12, 12), **way)
-    with limited(launch_steps=3), matrices_from(1 if IN_MATRICES[row] else 100):
+    drawn = usual_call("fused", row, (7, BATCH[row], 2, 12, 12), **way)
+    with limited(launch_steps=3), matrices_from(9):  # three sequences in both directions count as six
         _, log = check(*with_engine("fused", drawn))
     sweeps = Counter(
         re.search("arrange|forward|backward", launch.name).group() for launch in log if "fused" in launch.name
@@ -435,21 +435,21 @@ def test_fused_in_several_launches(row, way):
     assert sweeps == {"arrange": 2, "forward": 3, "backward": 3}
 
 
-@pytest.mark.parametrize("row, matrices, word", [("lstm", False, "float16"), ("gru", True, "bfloat16")])
-def test_h_is_rounded_to_16_bits_at_every_step(row, matrices, word):
+@pytest.mark.parametrize("row, B, word", [("lstm", 3, "float16"), ("gru", 9, "bfloat16")])
+def test_h_is_rounded_to_16_bits_at_every_step(row, B, word):
     """One launch over all steps gives bit for bit the same result as one launch per step. Separate launches pass h
     on in 16 bits, so a launch over all steps must round h to 16 bits at every step, too."""
-    (case, _), found = usual_call("fused", row, (7, 3, 2, 12, 12), dtype=HALVES[word], bidirectional=True), []
+    (case, _), found = usual_call("fused", row, (7, B, 2, 12, 12), dtype=HALVES[word], bidirectional=True), []
     for steps in (1, 100):
         # 64-bit indices, because test_kernel_paths.py has 16 bits with these.
-        with on_metal(), matrices_from(1 if matrices else 100), limited(launch_steps=steps, index=1):
+        with on_metal(), matrices_from(9), limited(launch_steps=steps, index=1):
             found.append(run(case, "fused", HALVES[word])[0])
     for name, value in found[0].items():
         np.testing.assert_array_equal(value, found[1][name], err_msg=name)
 
 
 # (engine, row, batch size). The kernels are those of test_kernel_paths.py, and those of an LSTM without a projection.
-PADDED = [("fused", row, 3) for row in IN_MATRICES]
+PADDED = [("fused", row, B) for row, B in BATCH.items()]
 PADDED += [("stepwise", row, B) for row, B in (("lstm", 9), ("gru", 3), ("gru_before", 9), ("rnn", 9), ("lstm", 3))]
 
 
@@ -457,7 +457,7 @@ PADDED += [("stepwise", row, B) for row, B in (("lstm", 9), ("gru", 3), ("gru_be
 def test_what_lies_in_the_padding_is_never_used(engine, row, B, way):
     options = NOT_PROJECTED if (engine, row, B) == ("stepwise", "lstm", 3) else {}
     case, cotangents = usual_call(engine, row, (7, B, 2, 12, 13), dtype=np.float32, **options, **way)
-    with on_metal(), matrices_from(1 if IN_MATRICES[row] else 100):
+    with on_metal(), matrices_from(9):
         clean = run(case, engine, np.float32, cotangents)
         spoilt = [cotangents[name] for name in ("h", "c", "gates") if name in cotangents]
         for array in (case["x"], case["mask"], case["keep"], *spoilt):

@@ -9,54 +9,43 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
+from kernel_calls import Path, fitted, options_of
 from machine_code.times import moved_bytes, ours, packed_shapes
-from on_metal import matrices_from, on_metal, pairs
+from on_metal import matrices_from, on_metal
 from quantized_cases import PACKINGS, check_quantized, quantized_case
 
-from mlx_lstm.engines import choose
-from mlx_lstm.engines.cells import NormOptions
+from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.lab.timing.tasks import Size
 
-# {name: ((group size, bits, mode), (T, B, I, H, P), options)}. By default `fused` runs a case whose name contains its
-# name, and `stepwise` runs each other case. The slow tests run each case on both engines. test_kernel_paths.py runs all
-# options of an LSTM, with a projection and both directions, with nvfp4 on each product.
+# {name: (engine, (group size, bits, mode), (T, B, I, H, P), row of ROWS, other options)}. Most kernels of `stepwise`
+# that read no quantized weights are those of test_kernel_paths.py, which also runs all options of an LSTM, with a
+# projection and both directions, with nvfp4 on each product. The slow tests run each case on the other engine, too.
 CASES = {
-    "3 bits, large tiles, projection": (
-        (32, 3, "affine"),
-        (2, 33, 5, 40, 32),
-        {"projection": True, "quantize": ("Wh",)},
-    ),
-    "5 bits, gru, lengths, fused": ((32, 5, "affine"), (2, 3, 32, 64, 64), {"op": "gru", "lengths": [2, 1, 0]}),
-    "6 bits, gru before, mask, fused": (
-        (64, 6, "affine"),
-        (2, 2, 64, 64, 64),
-        {"op": "gru", "reset": "before", "mask": (2, 2, "P")},
-    ),
-    "8 bits, gru before, tiles": ((32, 8, "affine"), (2, 8, 32, 32, 32), {"op": "gru", "reset": "before"}),
-    "2 bits, rnn, reverse, fused": ((128, 2, "affine"), (2, 8, 128, 128, 128), {"op": "rnn", "reverse": True}),
-    "mxfp4, gru, tiles": ((32, 4, "mxfp4"), (2, 9, 32, 32, 32), {"op": "gru"}),
-    "4 bits, norm, fused": (
-        (32, 4, "affine"),
-        (2, 3, 32, 64, 64),
-        {"norm": NormOptions("sum", "each", "state"), "lengths": [2, 1, 0]},
-    ),
-    # The forward kernels of both, after the product, are the same.
-    "6 bits, gru norm, tiles": ((32, 6, "affine"), (2, 9, 32, 32, 32), {"op": "gru", "norm": NormOptions()}),
-    "4 bits, gru norm, rows": ((32, 4, "affine"), (2, 1, 32, 32, 32), {"op": "gru", "norm": NormOptions()}),
+    "3 bits, large tiles": ("stepwise", (32, 3, "affine"), (2, 33, 5, 40, 32), "lstm", {"quantize": ("Wh",)}),
+    "5 bits, gru": ("fused", (32, 5, "affine"), (2, 3, 32, 64, 64), "gru", {}),
+    "6 bits, gru before": ("fused", (64, 6, "affine"), (2, 2, 64, 64, 64), "gru_before", {}),
+    "8 bits, gru before, tiles": ("stepwise", (32, 8, "affine"), (2, 8, 32, 32, 32), "gru_before", {}),
+    "2 bits, rnn": ("fused", (128, 2, "affine"), (2, 8, 128, 128, 128), "rnn", {"reverse": True}),
+    "mxfp4, gru, tiles": ("stepwise", (32, 4, "mxfp4"), (2, 9, 32, 32, 32), "gru", {}),
+    "4 bits, norm": ("fused", (32, 4, "affine"), (2, 3, 32, 64, 64), "lstm, norm", {}),
+    "6 bits, gru norm, tiles": ("stepwise", (32, 6, "affine"), (2, 9, 32, 32, 32), "gru, norm", {"lengths": None}),
+    "4 bits, gru norm": ("stepwise", (32, 4, "affine"), (2, 3, 32, 32, 32), "gru, norm", {"lengths": None}),
 }
 
 
 @pytest.mark.parametrize(
     "engine, name",
     [
-        pytest.param(engine, name, marks=[] if (engine == "fused") == ("fused" in name) else pytest.mark.slow)
-        for engine, name in pairs({name: options for name, (_, _, options) in CASES.items()})
+        pytest.param(engine, name, marks=[] if engine == case[0] else pytest.mark.slow)
+        for name, case in CASES.items()
+        for engine in METAL_ENGINES
     ],
 )
 def test_cells_directions_options(engine, name):
-    packing, sizes, options = CASES[name]
+    _, packing, sizes, row, more = CASES[name]
+    options = fitted(options_of(Path(engine, "", False), row) | more, *sizes[:2])
     with on_metal():
         check_quantized(engine, quantized_case(packing, sizes=sizes, **options))
 
