@@ -1043,6 +1043,66 @@ def test_layers_of_keras(keras):
         assert text.startswith("[from_keras] ") and what in text
 
 
+def spec(kind, name, **options):
+    """Return a layer as Keras serializes it."""
+    return {"class_name": kind, "config": {"name": name, **options}}
+
+
+@pytest.mark.parametrize("ending", [".keras", ".h5"])
+def test_layers_inside_of_other_layers_of_keras_keep_their_options(ending, tmp_path):
+    """The layer of a TimeDistributed, the layers of a model inside it, and the cells of an RNN of several cells have
+    the options of the configuration. A note names a layer of which the configuration says nothing."""
+    h5py = pytest.importorskip("h5py")
+    relu = {"units": H, "activation": "relu", "recurrent_activation": "hard_sigmoid", "use_bias": False}
+    cells = [spec("LSTMCell", "first", **relu), spec("LSTMCell", "second", units=H, use_bias=False)]
+    stack = spec("RNN", "forward_rnn", cell=spec("StackedRNNCells", "cells", cells=cells))
+    model = spec("Functional", "encoder", layers=[spec("GRU", "words", reset_after=False, **relu)])
+    layers = [spec("TimeDistributed", "td", layer=spec("LSTM", "inner", go_backwards=True, **relu))]
+    layers += [spec("TimeDistributed", "td_1", layer=model), spec("Bidirectional", "both", layer=stack)]
+    layers += [spec("Own", "own"), spec("GRU", "old", units=H, use_bias=False)]  # old: before Keras had reset_after
+    config = spec("Functional", "model", layers=layers)
+    # By the layer's name here: the gates, the place of the arrays in a .keras file, and in an .h5 file.
+    places = {"inner": (4, "layers/time_distributed/layer", "td/td/inner/lstm_cell")}
+    places |= {"words": (3, "layers/time_distributed_1/layer/layers/gru", "td_1/words/gru_cell")}
+    for way in ("forward", "backward"):
+        for name, number in (("first", ""), ("second", "_1")):
+            place = f"layers/bidirectional/{way}_layer/cell/cells/lstm_cell{number}"
+            places[f"both.{way}_rnn.{name}"] = 4, place, f"both/both/{way}_rnn/cells/{name}"
+    places |= {"hidden": (4, "layers/own/hidden", "own/own/hidden/lstm_cell")}
+    places |= {"old": (3, "layers/gru", "old/old/gru_cell")}
+    path = tmp_path / f"m{ending}"
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file.attrs["model_config"], names = json.dumps(config), {}
+        for name, (gates, new, old) in places.items():
+            group = old.partition("/")[0]
+            for n, word in enumerate(("kernel", "recurrent_kernel")):
+                if ending == ".h5":
+                    names.setdefault(group, []).append(f"{old.partition('/')[2]}/{word}")
+                    file[f"model_weights/{old}/{word}"] = np.ones((H, gates * H), np.float32)
+                else:
+                    cell = "" if "/cells/" in new else "/cell"
+                    file[f"{new}{cell}/vars/{n}"] = np.ones((H, gates * H), np.float32)
+            if ending == ".keras":
+                file.require_group(f"{new}/vars").attrs["name"] = name.rpartition(".")[2]
+        if ending == ".h5":
+            file["model_weights"].attrs["layer_names"] = list(names)
+            for group, words in names.items():
+                file[f"model_weights/{group}"].attrs["weight_names"] = words
+    if ending == ".keras":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("config.json", json.dumps(config))
+            archive.write(tmp_path / "m.h5", "model.weights.h5")
+    found = convert.read(path)
+    r, a = "hard_sigmoid_sixth", "relu"
+    odd, gru = {"activations": (r, r, a, r, a)}, {"activations": (r, r, a), "reset": "before"}
+    expected = {"inner": odd | {"reverse": True}, "words": gru, "both.forward_rnn.first": odd}
+    expected |= {"both.forward_rnn.second": {}, "both.backward_rnn.first": odd | {"reverse": True}}
+    expected |= {"both.backward_rnn.second": {}, "hidden": {}, "old": {"reset": "before"}}
+    assert {name: weights.options for name, weights in found.layers.items()} == expected
+    assert [note for note in found.notes if "hidden" in note] == found.notes
+    assert "hidden: the file does not tell the options" in found.notes[0]
+
+
 @pytest.mark.parametrize(
     "ways",
     [
