@@ -88,10 +88,11 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
 def check_forward(op: str, layer: object) -> None:
     """Raise ValueError for a class that derives from a layer of torch and has its own `forward`: its parameters do not
     say what it computes. torch need not be installed: its classes are known by their module."""
-    base = next((kind for kind in type(layer).__mro__ if kind.__module__ == "torch.nn.modules.rnn"), None)
-    if base is not None and type(layer).forward is not base.forward:
+    own: Any = type(layer)
+    base: Any = next((kind for kind in own.__mro__ if kind.__module__ == "torch.nn.modules.rnn"), None)
+    if base is not None and own.forward is not base.forward:
         rule = f"the layer must compute what torch.nn.{base.__name__} computes: pass its state_dict() if it does,"
-        fail(op, rule, f"{type(layer).__name__}, which redefines forward")
+        fail(op, rule, f"{own.__name__}, which redefines forward")
 
 
 def check_prefix(op: str, whole: Mapping[str, Any], arrays: Mapping[str, Any], prefix: str) -> None:
