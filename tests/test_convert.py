@@ -1479,6 +1479,8 @@ def test_command(tmp_path):
     [
         (["--prefix", "a.=x.", "--prefix", "b.=x."], "--prefix b.=x. must leave all names different but got x twice"),
         (["--prefix", "e.=k."], "--prefix e.=k. must leave all names different but got k.w twice"),
+        (["--prefix", "d.=x."], "--prefix d.=x. must rename a layer or a key but got a, b, c, e.w, k.w"),
+        (["--external-data"], "--external-data must be left out for a file that is no .onnx but got a.npz"),
         (["--stack", "a,a"], "--stack must name each layer once but got 'a' twice"),
         (["--stack", "a,b", "--stack", "b,c"], "--stack must name each layer once but got 'b' twice"),
     ],
@@ -1489,6 +1491,20 @@ def test_no_option_loses_a_layer_or_an_array(words, rule, tmp_path, capsys):
     convert.write(tmp_path / "a.npz", convert.Model(layers, rest, {}, [], {}))
     assert main([str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), *words]) == 2
     assert rule in capsys.readouterr().err
+
+
+def test_the_arrays_of_other_layers_are_compared_before_the_new_file_gets_its_name(tmp_path, capsys, monkeypatch):
+    """A reader that changes the last bit of an array stands for a disk or a program that does."""
+    from mlx_lstm.convert import __main__ as command
+
+    def read(path, **options):
+        model = convert.read(path, **options)
+        return model if path == source else model._replace(rest={"e.w": np.nextafter(model.rest["e.w"], 9)})
+
+    source, target = tmp_path / "a.npz", tmp_path / "b.npz"
+    convert.write(source, convert.Model({"a": PLAIN["gru"]}, {"e.w": np.ones(3)}, {}, [], {}))
+    monkeypatch.setattr(command, "read", read)
+    assert "e.w would not be the same in" in refusal(capsys, source, target) and not target.exists()
 
 
 def test_a_bidirectional_layer_of_a_keras_file_called_as_its_forward_layer():
