@@ -1493,6 +1493,18 @@ def test_no_option_loses_a_layer_or_an_array(words, rule, tmp_path, capsys):
     assert rule in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["a.weight_ih_l0", "other"])
+def test_the_report_names_float64_arrays_that_mlx_cannot_load(where, tmp_path, capsys):
+    arrays = {name: np.array(array) for name, array in convert.to_torch(PLAIN["gru"], prefix="a.").items()}
+    wide = {name: array.astype(np.float64) for name, array in arrays.items()} if where in arrays else {}
+    np.savez(tmp_path / "a.npz", **arrays | (wide or {"other": np.ones(3)}))
+    for name in ("b.npz", "b.safetensors"):
+        assert main([str(tmp_path / "a.npz"), str(tmp_path / name)]) == 0
+        assert ("it holds float64 arrays" in capsys.readouterr().out) == (name == "b.safetensors")
+    with pytest.raises(RuntimeError, match="F64"):
+        mx.load(str(tmp_path / "b.safetensors"))
+
+
 def test_the_arrays_of_other_layers_are_compared_before_the_new_file_gets_its_name(tmp_path, capsys, monkeypatch):
     """A reader that changes the last bit of an array stands for a disk or a program that does."""
     from mlx_lstm.convert import __main__ as command
