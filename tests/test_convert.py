@@ -336,6 +336,14 @@ def test_outputs_of_torch():
     missing = {key: value for key, value in torch.nn.LSTMCell(I, H).state_dict().items() if key != "bias_hh"}
     with pytest.raises(ValueError, match=r"\[from_torch\] bias_hh must be there"):
         convert.from_torch(missing)
+
+    class Other(torch.nn.LSTM):
+        def forward(self, *arguments):
+            return 2 * super().forward(*arguments)[0]
+
+    with pytest.raises(ValueError, match=r"what torch.nn.LSTM computes.* but got Other, which redefines forward"):
+        convert.from_torch(Other(I, H))
+    assert convert.from_torch(type("Same", (torch.nn.LSTM,), {})(I, H)).cell.op == "lstm"
     halves = torch.nn.LSTM(I, H).to(torch.bfloat16)
     again = convert.to_torch(convert.from_torch(halves))
     for key, value in halves.state_dict().items():
@@ -1227,6 +1235,15 @@ WRONG = {
         "lstm", [OPS], bidirectional=1
     ),
     "[from_ops] reverse must be True or False but got 'x'": lambda: convert.from_ops("lstm", [OPS], reverse="x"),
+    "[from_ops] layers[0]: b must have shape [16] but got shape [15]": lambda: convert.from_ops(
+        "lstm", [OPS | {"b": mx.ones(15)}]
+    ),
+    "[from_ops] layers[0]: Wx must have shape [16, I] but got shape [15, 3]": lambda: convert.from_ops(
+        "lstm", [OPS | {"Wx": mx.ones((15, 3))}]
+    ),
+    "[from_ops] layers[0]: bhn must have shape [4] but got shape [12]": lambda: convert.from_ops(
+        "gru", [{"Wx": mx.ones((12, 3)), "Wh": mx.ones((12, 4)), "bhn": mx.ones(12)}]
+    ),
     "[from_cudnn] bidirectional must be True or False but got 2": lambda: convert.from_cudnn(
         mx.ones(9), num_layers=1, num_units=1, input_size=1, bidirectional=2
     ),
