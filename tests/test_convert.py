@@ -1556,6 +1556,8 @@ def test_command(tmp_path):
     [
         (["--prefix", "a.=x.", "--prefix", "b.=x."], "--prefix b.=x. must leave all names different but got x twice"),
         (["--prefix", "e.=k."], "--prefix e.=k. must leave all names different but got k.w twice"),
+        (["--prefix", "d.=x."], "--prefix d.=x. must rename a layer or a key but got a, b, c, e.w, k.w"),
+        (["--external-data"], "--external-data must be left out for a file that is no .onnx but got a.npz"),
         (["--stack", "a,a"], "--stack must name each layer once but got 'a' twice"),
         (["--stack", "a,b", "--stack", "b,c"], "--stack must name each layer once but got 'b' twice"),
     ],
@@ -1566,6 +1568,32 @@ def test_no_option_loses_a_layer_or_an_array(words, rule, tmp_path, capsys):
     convert.write(tmp_path / "a.npz", convert.Model(layers, rest, {}, [], {}))
     assert main([str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), *words]) == 2
     assert rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["a.weight_ih_l0", "other"])
+def test_the_report_names_float64_arrays_that_mlx_cannot_load(where, tmp_path, capsys):
+    arrays = {name: np.array(array) for name, array in convert.to_torch(PLAIN["gru"], prefix="a.").items()}
+    wide = {name: array.astype(np.float64) for name, array in arrays.items()} if where in arrays else {}
+    np.savez(tmp_path / "a.npz", **arrays | (wide or {"other": np.ones(3)}))
+    for name in ("b.npz", "b.safetensors"):
+        assert main([str(tmp_path / "a.npz"), str(tmp_path / name)]) == 0
+        assert ("it holds float64 arrays" in capsys.readouterr().out) == (name == "b.safetensors")
+    with pytest.raises(RuntimeError, match="F64"):
+        mx.load(str(tmp_path / "b.safetensors"))
+
+
+def test_the_arrays_of_other_layers_are_compared_before_the_new_file_gets_its_name(tmp_path, capsys, monkeypatch):
+    """A reader that changes the last bit of an array stands for a disk or a program that does."""
+    from mlx_lstm.convert import __main__ as command
+
+    def read(path, **options):
+        model = convert.read(path, **options)
+        return model if path == source else model._replace(rest={"e.w": np.nextafter(model.rest["e.w"], 9)})
+
+    source, target = tmp_path / "a.npz", tmp_path / "b.npz"
+    convert.write(source, convert.Model({"a": PLAIN["gru"]}, {"e.w": np.ones(3)}, {}, [], {}))
+    monkeypatch.setattr(command, "read", read)
+    assert "e.w would not be the same in" in refusal(capsys, source, target) and not target.exists()
 
 
 def test_a_bidirectional_layer_of_a_keras_file_called_as_its_forward_layer():
