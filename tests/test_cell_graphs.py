@@ -1,10 +1,16 @@
 """Tests of the tracing of a cell (a function of one step) for `mlx_lstm.pointwise`: its graph, the rewrites of
 operations in the graph, what a forward pass saves for the gradient, and which cells are refused."""
 
+import gc
 import json
 import math
+import sys
+from collections import UserDict, deque
+from contextvars import ContextVar
 from functools import partial
-from types import ModuleType
+from operator import attrgetter
+from types import MappingProxyType, ModuleType
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +23,7 @@ from mlx_lstm import pointwise
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.captures import Captured
 from mlx_lstm.engines.cell_graph import FOLDS, REWRITES, CellGraph, Graph, from_json
-from mlx_lstm.engines.cell_tracer import values_of, verify
+from mlx_lstm.engines.cell_tracer import cached_trace, values_of, verify
 
 SAVED = {
     "lstm": ["sigmoid", "sigmoid", "tanh", "sigmoid"],
@@ -425,6 +431,12 @@ class Rate:
     def __call__(self, a, state):
         return (a[0] * self.twice() / 2,)
 
+    def __getitem__(self, key):
+        return self.own
+
+    def __float__(self):
+        return self.own
+
     def twice(self):
         return 2 * self.own
 
@@ -436,10 +448,22 @@ def by_helper(x):
     return x * NUMBER
 
 
+def helper():
+    """A function with an attribute."""
+
+
 def captures():
     """Return {kind: (cell, a function that sets the number that this cell captures)}."""
     own, table, array, part = Rate(), {"k": [0.5]}, np.array(0.5), [0.5]
-    SETTINGS.k = number = 0.5
+    SETTINGS.k = number = helper.rate = 0.5
+    sys.modules["settings_of_cells"] = SETTINGS
+    weak, by_name = ref(own), attrgetter("own")
+    user, queue, variable, view = UserDict(k=0.5), deque([0.5]), ContextVar("k", default=0.5), MappingProxyType(table)
+
+    def importing(a, state):
+        from settings_of_cells import k
+
+        return (a[0] * k,)
 
     def closure(a, state):
         return (a[0] * number,)
@@ -471,6 +495,17 @@ def captures():
         "NumPy": (lambda a, state: (a[0] * float(array),), partial(array.__setitem__, ...)),
         "partial": (partial(lambda k, a, state: (a[0] * k[0],), part), partial(part.__setitem__, 0)),
         "text": (lambda a, state: (a[0] * getattr(own, "own"),), partial(setattr, own, "own")),  # noqa: B009
+        "attribute of a function": (lambda a, state: (a[0] * helper.rate,), partial(setattr, helper, "rate")),
+        "[]": (lambda a, state: (a[0] * own["k"],), partial(setattr, own, "own")),
+        "float()": (lambda a, state: (a[0] * float(own),), partial(setattr, own, "own")),
+        "UserDict": (lambda a, state: (a[0] * user["k"],), partial(user.__setitem__, "k")),
+        "deque": (lambda a, state: (a[0] * queue[0],), partial(queue.__setitem__, 0)),
+        "variable": (lambda a, state: (a[0] * variable.get(),), variable.set),
+        "view": (lambda a, state: (a[0] * view["k"][0],), partial(table["k"].__setitem__, 0)),
+        "weak": (lambda a, state: (a[0] * weak().own,), partial(setattr, own, "own")),
+        "written in C": (lambda a, state: (a[0] * by_name(own),), partial(setattr, own, "own")),
+        "globals": (lambda a, state: (a[0] * globals()["NUMBER"],), set_global),
+        "import": (importing, partial(setattr, SETTINGS, "k")),
         "default": (default, lambda value: setattr(default, "__defaults__", (value,))),
         "keyword": (keyword, lambda value: keyword.__kwdefaults__.update(k=value)),
     }
@@ -568,6 +603,37 @@ def test_a_cell_that_captures_too_much_is_traced_at_each_call():
         many[-1] = last
         h = pointwise(cell, mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")[0]
         assert h[0, 0, 0].item() == last
+
+
+class Model(nn.Module):
+    """A module with a cell. Its `__call__` leads to much code."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = 0.5
+
+    def cell(self, a, state):
+        return (a[0] * self.rate,)
+
+    def __call__(self, engine):
+        given = mx.ones((3, 1, 2)), None, None, None, (mx.zeros((1, 2)),)
+        return pointwise(self.cell, *given, engine=engine)[0].sum()
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+def test_a_method_is_traced_once_and_not_kept_alive(engine):
+    """A cell that is a method of a module is traced at the first call only. The caches do not keep the module alive,
+    not even if its graph is equal to that of another module."""
+    dead, before = [], cached_trace.cache_info()
+    for _ in range(3):
+        model = Model()
+        assert model(engine).item() == model(engine).item() == 3
+        dead.append(ref(model))
+    after = cached_trace.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (3, 3)
+    del model
+    gc.collect()
+    assert [each() for each in dead[1:]] == [None, None]
 
 
 # --- The judge of graphs, and their keys ---

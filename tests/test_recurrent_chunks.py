@@ -1,8 +1,11 @@
 """Tests of `recurrent` with `checkpoint_every`, which saves only the states between chunks of time steps and
 computes the other steps again in the gradient. Results must not change, and memory must stay bounded."""
 
+import sys
+from collections import deque
 from functools import partial
 from types import ModuleType
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,7 +14,7 @@ import pytest
 from clients import assert_by_differences
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_lstm import recurrent
+from mlx_lstm import lstm, recurrent
 
 T, B, D, H = 7, 3, 2, 4
 
@@ -124,6 +127,21 @@ class Settings:
         return self.cell(x, h)
 
 
+class Calling:
+    """A class that holds a module. Its `__call__`, which no step calls, leads to much code."""
+
+    cell = None
+
+    def step(self, x, h):
+        return self.cell(x, h)
+
+    def __call__(self, x, h):
+        return self.step(lstm(x, mx.ones((8, D)), mx.ones((8, 2))).h, h)
+
+    def __getitem__(self, key):
+        return self.cell
+
+
 class Slots:
     """An object without a `__dict__`."""
 
@@ -147,7 +165,7 @@ class Outside(nn.Module):
         return self.holding.step(x, h)
 
 
-settings, SETTINGS = Settings(), ModuleType("settings")
+settings, SETTINGS, calling = Settings(), ModuleType("settings"), Calling()
 
 
 def ways_to_capture(cell):
@@ -171,9 +189,21 @@ def ways_to_capture(cell):
     def by_keyword(x, h, *, other):
         return other["cell"](x, h)
 
-    Settings.cell = SETTINGS.cell = cell
+    def by_import(x, h):
+        import settings_of_steps
+
+        return settings_of_steps.cell(x, h)
+
+    Settings.cell = SETTINGS.cell = Calling.cell = cell
+    weak, queue = ref(cell), deque([cell])
+    sys.modules["settings_of_steps"] = SETTINGS
 
     return {
+        "an import": by_import,
+        "a class whose `__call__` runs a layer": Calling().step,
+        "[]": lambda x, h: calling[0](x, h),
+        "a weak reference": lambda x, h: weak()(x, h),
+        "a deque": lambda x, h: queue[0](x, h),
         "a class": lambda x, h: Settings.cell(x, h),
         "an object of this class": Settings(),
         "a property": lambda x, h: settings.by_property(x, h),

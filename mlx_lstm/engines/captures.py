@@ -5,11 +5,18 @@ The search begins at the function and follows objects in objects, up to the limi
 an attribute only if the code that reads the object contains the attribute's name.
 """
 
+import sys
+from array import array
+from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from contextvars import ContextVar
+from decimal import Decimal
+from dis import get_instructions
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +31,9 @@ LIBRARIES = ("mlx", "numpy", "math", "builtins")
 """Packages whose functions and constants do not change, so that the search does not enter them. Only their layers hold
 numbers that may change, such as the slope of an `mlx.nn.LeakyReLU`."""
 
+OWN = __name__.partition(".")[0]
+"""This package. The search does not enter its functions, but its objects, which may hold what a user gave them."""
+
 PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
 """Types whose values are put into the key without a search, because they hold no other objects. (`visit` handles float,
 whose NaN is not equal to itself.)"""
@@ -31,6 +41,14 @@ whose NaN is not equal to itself.)"""
 NUMBER_READERS = {"item", "tolist", "float", "int"}
 """Methods and functions by which code reads the numbers of an array as numbers of Python."""
 
+HIDING_READERS = {"globals", "locals", "eval", "exec", "__import__", "import_module"}
+"""Functions by which code reads what its own names do not tell."""
+
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+UNNAMED = [f"__{before}{name}__" for name in OPERATORS for before in ("", "r")]
+UNNAMED += ["__call__", "__getitem__", "__missing__", "__iter__", "__next__", "__len__", "__contains__", "__float__"]
+UNNAMED += ["__int__", "__index__", "__bool__", "__neg__", "__pos__", "__abs__", "__enter__", "__exit__"]
+"""The methods of an object's class that code may run without their names."""
 
 COMPILED: type = type(mx.compile(abs))
 """The type of the functions that `mx.compile` returns. MLX records their operations once."""
@@ -55,6 +73,41 @@ class Itself:
         return id(self.value)
 
 
+class Weakly:
+    """A function as part of a key, where only the same function is equal. The key does not keep it alive: a cell may be
+    a method of a large model. Once the function is gone, the key is equal to no other."""
+
+    def __init__(self, function: Callable[..., Any]):
+        # Python makes a new object each time a method is read, so the key refers to what the method is made of.
+        parts = [function.__self__, function.__func__] if isinstance(function, MethodType) else [function]
+        self.parts: list[Callable[[], Any]] = [reference(part) for part in parts]
+        self.ids: tuple[int, ...] = tuple([id(part) for part in parts])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Weakly) or self.ids != other.ids:
+            return False
+        # An id may belong to another object by now, so compare the objects themselves.
+        pairs = zip(self.parts, other.parts, strict=True)
+        return all(one() is another() is not None for one, another in pairs)
+
+    def __hash__(self) -> int:
+        return hash(self.ids)
+
+    def function(self) -> Callable[..., Any]:
+        """Return the function, which the caller still holds."""
+        held, *method = [part() for part in self.parts]
+        return MethodType(method[0], held) if method else held
+
+
+def reference(value: Any) -> Callable[[], Any]:
+    """Return a function that returns the value, or None if the value is gone. A value of which Python has no weak
+    references, such as an object with slots, stays alive."""
+    try:
+        return ref(value)
+    except TypeError:
+        return lambda: value
+
+
 class Captured:
     """What a function captures. key: the numbers, texts and code that it can reach, as a list of values that can be
     compared. arrays: the MLX arrays, of which the key has only shape and dtype. modules: the modules of `mlx.nn`.
@@ -67,16 +120,16 @@ class Captured:
     """
 
     def __init__(self, function: Callable[..., Any], partly: bool = False):
-        """Search `function`. If it captures more than the limits allow, raise `TooMuch`; with `partly`, keep what was
-        found so far."""
+        """Search `function`. If it captures more than the limits allow, raise `TooMuch`; with `partly`, leave out what
+        lies beyond the limits."""
         self.key: list[Any] = []
         self.arrays: list[mx.array] = []
         self.modules: list[nn.Module] = []
         self.named: list[tuple[str, mx.array]] = []
         self.reads_numbers: bool = False
         self.seen: dict[tuple[int, tuple[str, ...]], Any] = {}  # holds the objects, so that their ids stay theirs
-        with suppress(TooMuch) if partly else nullcontext():
-            self.visit(function, (), 0)
+        self.partly: bool = partly
+        self.visit(function, (), 0)
 
     def visit(self, value: Any, names: tuple[str, ...], depth: int) -> None:
         """Search one object. names: the names in the code that reads it; the search follows no other
@@ -88,7 +141,7 @@ class Captured:
             self.key.append((type(value), str(value) if isinstance(value, (slice, complex)) else value))
         elif isinstance(value, (np.ndarray, np.generic)):
             if value.nbytes > LARGEST or value.dtype.hasobject:
-                raise TooMuch
+                return self.stop()
             self.key.append((value.dtype.str, value.shape, value.tobytes()))
         elif isinstance(value, mx.array):
             # A graph may depend on an array's shape. `cell_tracer.absorb` refuses a graph that contains its numbers.
@@ -98,8 +151,13 @@ class Captured:
             self.seen[id(value), names] = value
             # An object that was visited with other names is visited again: other attributes of it are followed.
             if depth > DEEPEST or len(self.seen) > MOST:
-                raise TooMuch
+                return self.stop()
             self.enter(value, names, depth + 1)
+
+    def stop(self) -> None:
+        """Leave out an object that lies beyond the limits, or raise `TooMuch` if nothing may be left out."""
+        if not self.partly:
+            raise TooMuch
 
     def enter(self, value: Any, names: tuple[str, ...], depth: int) -> None:
         """Search the parts of an object that is not a single value. names: the names in the code that reads the object;
@@ -116,6 +174,9 @@ class Captured:
         elif isinstance(value, dict) and not isinstance(value, nn.Module):
             self.key.append((dict, len(value)))
             self.many([each for pair in value.items() for each in pair], names, depth)
+        elif (held := held_by(value)) is not None:
+            self.key.append((type(value), len(held)))
+            self.many(held, names, depth)
         elif isinstance(value, nn.Module) and library_of(value) in LIBRARIES:
             # The code of a layer of mlx.nn does not change, but what it holds does: numbers in its attributes, arrays
             # and further layers in its items.
@@ -126,28 +187,37 @@ class Captured:
         # key itself. Other objects may have any kind of ==, so `Itself` compares only which objects they are.
         elif isinstance(value, BuiltinFunctionType):
             self.key.append(value)
-        elif isinstance(value, COMPILED) or library_of(value) in LIBRARIES:
+        elif isinstance(value, COMPILED) or library_of(value) in LIBRARIES or is_own(value):
             self.key.append(Itself(value))
         elif isinstance(value, FunctionType):
-            self.key.append(value.__code__)
-            # read: the names in its own code, which say what it reads of its variables and defaults.
-            read = names_in(value.__code__)
-            self.reads_numbers |= not NUMBER_READERS.isdisjoint(read)
-            self.many([each for _, each in variables_of(value)], read, depth)
-            self.many([value.__defaults__, value.__kwdefaults__], read, depth)
-        else:
+            self.function(value, names, depth)
+        elif hasattr(value, "__dict__") or any("__slots__" in vars(each) for each in type(value).__mro__):
             self.object(value, names, depth)
+        else:
+            self.stop()  # an object that is not written in Python does not tell what it holds
+
+    def function(self, value: FunctionType, names: tuple[str, ...], depth: int) -> None:
+        """Search a function of Python: what it reads, and those of its own attributes that `names` has, the names in
+        the code that reads the function. depth: how many objects lead to these parts."""
+        self.key.append(value.__code__)
+        # read: the names in its own code, which say what it reads of its variables and defaults.
+        read = names_in(value.__code__)
+        self.reads_numbers |= not NUMBER_READERS.isdisjoint(read)
+        if not HIDING_READERS.isdisjoint(read):
+            self.stop()
+        self.many([each for _, each in variables_of(value)], read, depth)
+        self.many([value.__defaults__, value.__kwdefaults__], read, depth)
+        self.many(imported_by(value), read, depth)
+        self.many([each for pair in vars(value).items() if pair[0] in names for each in pair], names, depth)
 
     def object(self, value: Any, names: tuple[str, ...], depth: int) -> None:
         """Search an object with attributes: an instance, a class or a Python module. names: the names in the code that
         reads it. depth: how many objects lead from the function to its attributes."""
         if isinstance(value, nn.Module):
             self.modules.append(value)
-        # An object that can be called runs the method `__call__` of its class, which reads more attributes.
-        call = next((vars(each)["__call__"] for each in type(value).__mro__ if "__call__" in vars(each)), None)
-        if isinstance(call, FunctionType):
-            self.visit(call, names, depth)
-            names = tuple(sorted({*names, *names_in(call.__code__)}))
+        # Code may run methods of the object's class without their names, such as `__call__`. They read more attributes.
+        methods = [] if isinstance(value, (type, ModuleType)) else unnamed_methods(type(value))
+        names = tuple(sorted({*names, *(name for method in methods for name in names_in(method.__code__))}))
         self.key.append(type(value))
         found: list[tuple[str, Any]] = []
         for name in names:
@@ -159,6 +229,7 @@ class Captured:
             self.named += [(name, held)] if isinstance(held, mx.array) and is_held else []
             self.key.append(name)
             self.visit(held, names, depth)
+        self.many(methods, names, depth)  # last: they may lead to much that the function never reaches
 
     def many(self, values: Any, names: tuple[str, ...], depth: int) -> None:
         """Search several objects. names, depth: as in `visit`."""
@@ -173,10 +244,54 @@ class Captured:
 
 def reached(function: Callable[..., Any]) -> tuple[list[nn.Module], list[tuple[str, mx.array]]]:
     """Return the modules of `mlx.nn` and the arrays, as pairs (name, array), that a function reaches by the names in
-    its code, as attributes of objects, classes and Python modules. If the limits end the search, return those found so
-    far."""
+    its code, as attributes of objects, classes and Python modules. Those that lie beyond the limits of the search are
+    missing."""
     found = Captured(function, partly=True)
     return found.modules, found.named
+
+
+def held_by(value: Any) -> list[Any] | None:
+    """Return what an object holds that is not written in Python, for the kinds of objects that tell it; None for any
+    other object."""
+    if isinstance(value, ref):
+        return [value()]
+    if isinstance(value, ContextVar):
+        return [value.get(None)]
+    if isinstance(value, (bytearray, array)):
+        return [bytes(value)]
+    if isinstance(value, Decimal):
+        return [str(value)]
+    if isinstance(value, MappingProxyType):
+        return [each for pair in value.items() for each in pair]
+    return list(value) if isinstance(value, deque) else None
+
+
+@lru_cache(1024)
+def unnamed_methods(kind: type) -> list[FunctionType]:
+    """Return the methods of a class that code may run without their names, without those of libraries."""
+    found = [next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None) for name in UNNAMED]
+    return [each for each in found if isinstance(each, FunctionType) and library_of(each) not in LIBRARIES]
+
+
+def imported_by(function: FunctionType) -> list[ModuleType]:
+    """Return the Python modules that the code of a function imports itself. Of a relative import, return each module
+    that it may mean."""
+    package = str(function.__globals__.get("__package__") or "").split(".")
+    above = [".".join([*package[:n], ""]) for n in range(1, len(package) + 1)]
+    names = [before + name for name in imports_in(function.__code__) for before in ("", *above)]
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+@lru_cache(1024)
+def imports_in(code: CodeType) -> list[str]:
+    """Return the names of the Python modules that code imports, including the functions defined inside of it."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in imports_in(each)]
+    return [*inner, *(each.argval for each in get_instructions(code) if each.opname == "IMPORT_NAME")]
+
+
+def is_own(value: Any) -> bool:
+    """Return whether a value is a function of this package that holds nothing a user gave it."""
+    return isinstance(value, FunctionType) and value.__closure__ is None and library_of(value) == OWN
 
 
 def library_of(value: Any) -> str:

@@ -26,6 +26,7 @@ COMMUTES: those whose two operands may change places.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -343,6 +344,12 @@ class CellGraph:
 
     def __repr__(self) -> str:
         return f"CellGraph({self.gates} gates, {self.states} states, {len(self.nodes)} nodes)"
+
+    def of_function(self, function: Callable[..., list[Any]] | None) -> "CellGraph":
+        """Return a copy of this graph with another `function`."""
+        other = copy(self)
+        other.function = function
+        return other
 
     def gradients(self, letter: str) -> list[int]:
         """Return the nodes of the gradients of all inputs whose names begin with `letter`: x or p (preactivations), s

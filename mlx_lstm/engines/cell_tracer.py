@@ -37,7 +37,7 @@ import numpy as np
 
 from ..ground.checks import fail
 from . import definitions
-from .captures import Captured, TooMuch, library_of
+from .captures import Captured, TooMuch, Weakly, library_of
 from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
 from .cells import AnyCell, Cell, NormOptions, PointwiseCell, form_of
 from .tracing import distinct, have_values, vjp
@@ -121,7 +121,8 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
         captured = Captured(cell)
         if captured.arrays and captured.reads_numbers:
             return trace(cell, counts, apart, shape, dtype)
-        return cached_trace(cell, counts, apart, shape, dtype, tuple(captured.key))
+        graph = cached_trace(Weakly(cell), counts, apart, shape, dtype, tuple(captured.key))
+        return graph.of_function(partial(called, cell, counts, apart))
     except TooMuch:
         return trace(cell, counts, apart, shape, dtype)
     except TypeError as error:
@@ -132,16 +133,17 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
 
 @lru_cache(512)
 def cached_trace(
-    cell: Callable[..., Any],
+    cell: Weakly,
     counts: Counts,
     apart: bool,
     shape: tuple[int, int],
     dtype: mx.Dtype,
     captured: tuple[Any, ...],
 ) -> CellGraph:
-    """Return `trace` of the same arguments, from a cache. captured: the numbers and the code that the cell reads
-    besides its arguments. If one of them changes, the cell is traced again."""
-    return trace(cell, counts, apart, shape, dtype)
+    """Return `trace` of the same arguments, from a cache, without the function, so that the cache does not keep it
+    alive. captured: the numbers and the code that the cell reads besides its arguments. If one of them changes, the
+    cell is traced again."""
+    return trace(cell.function(), counts, apart, shape, dtype).of_function(None)
 
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:

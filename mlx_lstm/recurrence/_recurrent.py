@@ -73,8 +73,8 @@ def recurrent(
             steps at a time again; `"auto"` takes the square root of T. Then `step` must give the same results when it
             runs again, and must not capture arrays of floats. Pass these arrays as `parameters`, or hold them in
             modules that `step` can reach: the object of a method, variables of enclosing functions, global variables,
-            and the attributes of these that its code names. A module that `step` imports itself gets a gradient of 0.
-            MLX's jvp and vmap do not support this option. Default: `None`, save everything.
+            Python modules that it imports itself, and the attributes of these that its code names. MLX's jvp and vmap
+            do not support this option. Default: `None`, save everything.
 
     Returns:
         tuple: the outputs, a tree of arrays [T, B, ...], and the state after the last step processed.
