@@ -82,8 +82,8 @@ def test_each_option_in_sequences_that_are_cut_for_their_length(option):
 
 
 # Each cell, norms, one direction and both, each product, each way of the division, a shorter last chunk. Each call is
-# one of test_kernel_paths.py, so most of its kernels are compiled once for both files: chunks of three steps have arrays
-# of at least 8 elements, too.
+# one of test_kernel_paths.py, so most of its kernels are compiled once for both files: arrays of chunks of three steps
+# have at least 8 elements, too.
 @pytest.mark.parametrize(
     "path, row, every, way",
     [
