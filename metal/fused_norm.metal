@@ -45,8 +45,8 @@ struct Peers {
   static uint first(uint lane) { return REPEATS ? lane / EVERY % SIMDGROUPS : lane / EVERY; }
 
   // Return the weight, in the mean of all units, of the mean that a lane reads in turn `turn`: the part of all units
-  // that its simdgroup has; 0 past the last simdgroup. simdgroup: the one that the lane reads first. own: the part of
-  // this simdgroup, computed once per launch by part_of, which is the result if there is only one turn.
+  // that its simdgroup has; 0 past the last simdgroup. simdgroup: the one that the lane reads first. own: its part, as
+  // part_of returns it; a launch computes it once. With only one turn it is the result.
   static float part(uint simdgroup, float own, int turn) {
     if (IS_EVEN) return 1.0f / PLACES;
     return TURNS == 1 ? own : part_of(int(simdgroup) + PEERS * turn);
@@ -115,10 +115,10 @@ NormLane norm_of_lane(
 // sums of d and of d y, where y is a normalised number and d its gradient.
 using Pair = float2;
 
-// Write own[r], this simdgroup's pair of sums for batch item r, to threadgroup memory. After a barrier, read pairs of
-// other simdgroups: all[turn][r] is the one that the lane reads in turn `turn`. Lanes with the same lane % EVERY belong
-// to one norm and have the same pair, so the first EVERY lanes write. peer: the first place of the lane's norm. n
-// counts the pairs that a lane reads: batch item n % ROWS in turn n / ROWS.
+// Write own[r], the pair of sums of the caller's simdgroup for batch item r, to threadgroup memory. After a barrier,
+// read pairs of other simdgroups: all[turn][r] is the one that the lane reads in turn `turn`. Lanes with the same lane
+// % EVERY belong to one norm and have the same pair, so the first EVERY lanes write. peer: the first place of the
+// lane's norm. n counts the pairs that a lane reads: batch item n % ROWS in turn n / ROWS.
 template <class P, int EVERY, int ROWS>
 void share(
     thread const Pair (&own)[ROWS], uint index, threadgroup float4* memory, thread Pair (&all)[P::TURNS][ROWS]) {
@@ -399,7 +399,8 @@ void unit_backward(
 }
 
 // Write an operand of the product with Wh, one number. If the products are normalised, products_backward writes it
-// instead, after the gradient has passed the norm.
+// instead, after the gradient has passed the norm. The parameter without a name selects this overload: a call without a
+// norm passes Absent (fused_lanes.metal).
 template <class Cell>
 void write_operand(thread const NormLane&, threadgroup float& operand, float value) {
   if (Norm<Cell>::OF == NOTHING) operand = value;

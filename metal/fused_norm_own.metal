@@ -34,10 +34,10 @@ struct OwnNormLane {
   threadgroup float4* memory;
 };
 
-// Where the sums lie, in vectors of 4 floats. A norm has [EVERY][PLACES][ROWS] pairs of floats (Peers); two pairs fill
-// a vector, hence the / 2, rounded up: SIZE vectors. If each gate is normalised by itself, a lane has COUNT norms one
-// after the other, each with its own SIZE vectors; otherwise all numbers of a lane are in one sum. END: the vectors of
-// all.
+// Where the sums lie, in vectors of 4 floats. A norm has [EVERY][PLACES][ROWS] pairs of floats, one place for each
+// simdgroup (PLACES of Peers in fused_norm.metal); two pairs fill a vector, hence the / 2, rounded up: SIZE vectors. If
+// each gate is normalised by itself, a lane has COUNT norms one after the other, each with its own SIZE vectors;
+// otherwise all numbers of a lane are in one sum. END: the vectors of all.
 template <class Cell, int H, int ROWS>
 struct OwnNormMemory {
   enum { LANES = Lanes<Cell>::LANES, COUNT = REGISTERS_OF<Cell::GATES, LANES> };

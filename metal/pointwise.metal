@@ -16,8 +16,9 @@
 //
 // H: hidden units. ROWS: the batch items of a threadgroup. S: the dtype of the arrays. Index: an unsigned type that
 // counts elements. Cell: `Own`, with the numbers of its GATES, of its recurrent PRODUCTS (GATES or 0). Arrays: the
-// struct of all arrays. A, V: types of an array and of a vector of weights. `Absent` is the type of an array, or of a
-// norm, that the call does not have. SIZE_FOR<N>: N, at least 1, because Metal has no arrays of size 0.
+// struct of all arrays. A, V: types of an array and of a vector of weights. ROW: the vectors of 4 floats in a row of
+// the product's operands, one row per batch item (fused.metal). `Absent` is the type of an array, or of a norm, that
+// the call does not have. SIZE_FOR<N>: N, at least 1, because Metal has no arrays of size 0.
 
 // The number of registers that a lane needs if COUNT values of a unit are divided among LANES lanes, at least 1.
 template <int COUNT, int LANES>

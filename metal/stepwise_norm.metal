@@ -19,6 +19,7 @@
 //                how many norms the gates have; HAS_C, c too; IN_STATE, the next step gets the normalised c
 //   Product   a threadgroup's product of ROWS items and COLUMNS columns (stepwise.metal), into own.sums; own: its part.
 //             The second launches do not use it
+//   keep      the option: an array [T, B, D] of factors on the states before a step; value_at gives 1 without it
 //   group     the threadgroup's number: along columns, batch items, directions
 //
 // Arrays (G gates, R norms; the others: stepwise_forward.metal, stepwise_backward.metal):

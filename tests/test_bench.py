@@ -4,6 +4,7 @@ tables and writes CSV files."""
 import csv
 import importlib.util
 import io
+import os
 import platform
 import sys
 import time
@@ -477,6 +478,8 @@ def test_times_of_gradients_that_compute_steps_again(tmp_path):
         (["--checkpoint-every", "2", "--case", "block_lstm"], "about the case lstm and its backward pass"),
         (["--checkpoint-every", "2", "--host"], "--checkpoint-every: of no use with --host"),
         (["--csv", "no/such/folder.csv"], "--csv: no folder no/such"),
+        (["--csv", ""], "--csv: . is a folder"),
+        (["--plot", "a.picture"], "--plot: the ending of a.picture must be one of"),
         (["--plot", "a.png", "--contenders", "ours"], "--plot draws ratios: add one of torch, mlx"),
         (["--case", "conv"], "invalid choice: 'conv'"),
         (["--case", "block_lstm", "--contenders", "torch"], "a contender is one of ours, tensorflow or module"),
@@ -489,6 +492,14 @@ def test_wrong_options(arguments, said, capsys):
         main(arguments)
     printed = capsys.readouterr().err
     assert end.value.code == 2 and said in printed and printed.count("\n") == 1
+
+
+def test_a_file_that_may_not_be_written(tmp_path, monkeypatch, capsys):
+    """The command says so before it measures anything. root may write anywhere, so the answer is replaced."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(SystemExit):
+        main(["--csv", str(tmp_path / "a.csv")])
+    assert "--csv: no permission to write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ exit code, on Linux and on a simulated Mac."""
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -183,9 +184,16 @@ def test_a_file_that_cannot_be_written(capsys):
     with pytest.raises(SystemExit) as info:
         command.main(["--file", "/proc/nothing/x.json"])
     assert info.value.code == 2 and "--file: no folder /proc/nothing" in capsys.readouterr().err
-    assert command.main(["--problems", "rnn, 17", "--sizes", "--file", "/proc/x.json"]) == 1
+    assert command.main(["--problems", "rnn, 17", "--sizes", "--file", "/proc/x.json"]) == 2
     said = capsys.readouterr()
     assert "cannot write /proc/x.json" in said.err and "--file names another place" in said.err and not said.out
+
+
+def test_a_device_is_not_replaced_by_the_report(tmp_path, capsys):
+    """The report replaces an old file. A named pipe, which stands for a device such as /dev/stdout, stays."""
+    os.mkfifo(tmp_path / "pipe")
+    assert command.main(["--problems", "rnn, 17", "--sizes", "--file", str(tmp_path / "pipe")]) == 2
+    assert "no regular file" in capsys.readouterr().err and (tmp_path / "pipe").is_fifo()
 
 
 def test_an_interrupted_check_keeps_what_it_found(tmp_path, capsys, monkeypatch):

@@ -366,6 +366,7 @@ def test_an_error_of_every_case_is_printed_once(capsys, monkeypatch):
     [
         (["--json", "no/such/x.json"], "--json: no folder no/such"),
         (["--record", "/"], "--record: / is a folder"),
+        (["--plot", "x"], "--plot: the ending of x must be one of"),
         (["--settle", "--plot", "x.png"], "--plot does not go with --settle"),
         (["--golden", "x.npz", "--settle"], "--golden does not go with --settle"),
         (["--nothing"], "unrecognized arguments: --nothing"),

@@ -336,6 +336,14 @@ def test_outputs_of_torch():
     missing = {key: value for key, value in torch.nn.LSTMCell(I, H).state_dict().items() if key != "bias_hh"}
     with pytest.raises(ValueError, match=r"\[from_torch\] bias_hh must be there"):
         convert.from_torch(missing)
+
+    class Other(torch.nn.LSTM):
+        def forward(self, *arguments):
+            return 2 * super().forward(*arguments)[0]
+
+    with pytest.raises(ValueError, match=r"what torch.nn.LSTM computes.* but got Other, which redefines forward"):
+        convert.from_torch(Other(I, H))
+    assert convert.from_torch(type("Same", (torch.nn.LSTM,), {})(I, H)).cell.op == "lstm"
     halves = torch.nn.LSTM(I, H).to(torch.bfloat16)
     again = convert.to_torch(convert.from_torch(halves))
     for key, value in halves.state_dict().items():
@@ -1043,6 +1051,66 @@ def test_layers_of_keras(keras):
         assert text.startswith("[from_keras] ") and what in text
 
 
+def spec(kind, name, **options):
+    """Return a layer as Keras serializes it."""
+    return {"class_name": kind, "config": {"name": name, **options}}
+
+
+@pytest.mark.parametrize("ending", [".keras", ".h5"])
+def test_layers_inside_of_other_layers_of_keras_keep_their_options(ending, tmp_path):
+    """The layer of a TimeDistributed, the layers of a model inside it, and the cells of an RNN of several cells have
+    the options of the configuration. A note names a layer of which the configuration says nothing."""
+    h5py = pytest.importorskip("h5py")
+    relu = {"units": H, "activation": "relu", "recurrent_activation": "hard_sigmoid", "use_bias": False}
+    cells = [spec("LSTMCell", "first", **relu), spec("LSTMCell", "second", units=H, use_bias=False)]
+    stack = spec("RNN", "forward_rnn", cell=spec("StackedRNNCells", "cells", cells=cells))
+    model = spec("Functional", "encoder", layers=[spec("GRU", "words", reset_after=False, **relu)])
+    layers = [spec("TimeDistributed", "td", layer=spec("LSTM", "inner", go_backwards=True, **relu))]
+    layers += [spec("TimeDistributed", "td_1", layer=model), spec("Bidirectional", "both", layer=stack)]
+    layers += [spec("Own", "own"), spec("GRU", "old", units=H, use_bias=False)]  # old: before Keras had reset_after
+    config = spec("Functional", "model", layers=layers)
+    # By the layer's name here: the gates, the place of the arrays in a .keras file, and in an .h5 file.
+    places = {"inner": (4, "layers/time_distributed/layer", "td/td/inner/lstm_cell")}
+    places |= {"words": (3, "layers/time_distributed_1/layer/layers/gru", "td_1/words/gru_cell")}
+    for way in ("forward", "backward"):
+        for name, number in (("first", ""), ("second", "_1")):
+            place = f"layers/bidirectional/{way}_layer/cell/cells/lstm_cell{number}"
+            places[f"both.{way}_rnn.{name}"] = 4, place, f"both/both/{way}_rnn/cells/{name}"
+    places |= {"hidden": (4, "layers/own/hidden", "own/own/hidden/lstm_cell")}
+    places |= {"old": (3, "layers/gru", "old/old/gru_cell")}
+    path = tmp_path / f"m{ending}"
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file.attrs["model_config"], names = json.dumps(config), {}
+        for name, (gates, new, old) in places.items():
+            group = old.partition("/")[0]
+            for n, word in enumerate(("kernel", "recurrent_kernel")):
+                if ending == ".h5":
+                    names.setdefault(group, []).append(f"{old.partition('/')[2]}/{word}")
+                    file[f"model_weights/{old}/{word}"] = np.ones((H, gates * H), np.float32)
+                else:
+                    cell = "" if "/cells/" in new else "/cell"
+                    file[f"{new}{cell}/vars/{n}"] = np.ones((H, gates * H), np.float32)
+            if ending == ".keras":
+                file.require_group(f"{new}/vars").attrs["name"] = name.rpartition(".")[2]
+        if ending == ".h5":
+            file["model_weights"].attrs["layer_names"] = list(names)
+            for group, words in names.items():
+                file[f"model_weights/{group}"].attrs["weight_names"] = words
+    if ending == ".keras":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("config.json", json.dumps(config))
+            archive.write(tmp_path / "m.h5", "model.weights.h5")
+    found = convert.read(path)
+    r, a = "hard_sigmoid_sixth", "relu"
+    odd, gru = {"activations": (r, r, a, r, a)}, {"activations": (r, r, a), "reset": "before"}
+    expected = {"inner": odd | {"reverse": True}, "words": gru, "both.forward_rnn.first": odd}
+    expected |= {"both.forward_rnn.second": {}, "both.backward_rnn.first": odd | {"reverse": True}}
+    expected |= {"both.backward_rnn.second": {}, "hidden": {}, "old": {"reset": "before"}}
+    assert {name: weights.options for name, weights in found.layers.items()} == expected
+    assert [note for note in found.notes if "hidden" in note] == found.notes
+    assert "hidden: the file does not tell the options" in found.notes[0]
+
+
 @pytest.mark.parametrize(
     "ways",
     [
@@ -1227,6 +1295,15 @@ WRONG = {
         "lstm", [OPS], bidirectional=1
     ),
     "[from_ops] reverse must be True or False but got 'x'": lambda: convert.from_ops("lstm", [OPS], reverse="x"),
+    "[from_ops] layers[0]: b must have shape [16] but got shape [15]": lambda: convert.from_ops(
+        "lstm", [OPS | {"b": mx.ones(15)}]
+    ),
+    "[from_ops] layers[0]: Wx must have shape [16, I] but got shape [15, 3]": lambda: convert.from_ops(
+        "lstm", [OPS | {"Wx": mx.ones((15, 3))}]
+    ),
+    "[from_ops] layers[0]: bhn must have shape [4] but got shape [12]": lambda: convert.from_ops(
+        "gru", [{"Wx": mx.ones((12, 3)), "Wh": mx.ones((12, 4)), "bhn": mx.ones(12)}]
+    ),
     "[from_cudnn] bidirectional must be True or False but got 2": lambda: convert.from_cudnn(
         mx.ones(9), num_layers=1, num_units=1, input_size=1, bidirectional=2
     ),
@@ -1479,6 +1556,8 @@ def test_command(tmp_path):
     [
         (["--prefix", "a.=x.", "--prefix", "b.=x."], "--prefix b.=x. must leave all names different but got x twice"),
         (["--prefix", "e.=k."], "--prefix e.=k. must leave all names different but got k.w twice"),
+        (["--prefix", "d.=x."], "--prefix d.=x. must rename a layer or a key but got a, b, c, e.w, k.w"),
+        (["--external-data"], "--external-data must be left out for a file that is no .onnx but got a.npz"),
         (["--stack", "a,a"], "--stack must name each layer once but got 'a' twice"),
         (["--stack", "a,b", "--stack", "b,c"], "--stack must name each layer once but got 'b' twice"),
     ],
@@ -1489,6 +1568,32 @@ def test_no_option_loses_a_layer_or_an_array(words, rule, tmp_path, capsys):
     convert.write(tmp_path / "a.npz", convert.Model(layers, rest, {}, [], {}))
     assert main([str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), *words]) == 2
     assert rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["a.weight_ih_l0", "other"])
+def test_the_report_names_float64_arrays_that_mlx_cannot_load(where, tmp_path, capsys):
+    arrays = {name: np.array(array) for name, array in convert.to_torch(PLAIN["gru"], prefix="a.").items()}
+    wide = {name: array.astype(np.float64) for name, array in arrays.items()} if where in arrays else {}
+    np.savez(tmp_path / "a.npz", **arrays | (wide or {"other": np.ones(3)}))
+    for name in ("b.npz", "b.safetensors"):
+        assert main([str(tmp_path / "a.npz"), str(tmp_path / name)]) == 0
+        assert ("it holds float64 arrays" in capsys.readouterr().out) == (name == "b.safetensors")
+    with pytest.raises(RuntimeError, match="F64"):
+        mx.load(str(tmp_path / "b.safetensors"))
+
+
+def test_the_arrays_of_other_layers_are_compared_before_the_new_file_gets_its_name(tmp_path, capsys, monkeypatch):
+    """A reader that changes the last bit of an array stands for a disk or a program that does."""
+    from mlx_lstm.convert import __main__ as command
+
+    def read(path, **options):
+        model = convert.read(path, **options)
+        return model if path == source else model._replace(rest={"e.w": np.nextafter(model.rest["e.w"], 9)})
+
+    source, target = tmp_path / "a.npz", tmp_path / "b.npz"
+    convert.write(source, convert.Model({"a": PLAIN["gru"]}, {"e.w": np.ones(3)}, {}, [], {}))
+    monkeypatch.setattr(command, "read", read)
+    assert "e.w would not be the same in" in refusal(capsys, source, target) and not target.exists()
 
 
 def test_a_bidirectional_layer_of_a_keras_file_called_as_its_forward_layer():

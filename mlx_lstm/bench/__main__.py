@@ -1,7 +1,6 @@
 """The command line of the benchmark, `python -m mlx_lstm.bench`."""
 
 import argparse
-import importlib.util
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -10,7 +9,7 @@ from ..engines import ENGINES, choice, choose
 from ..engines.choice import has_metal
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..lab.cases import DTYPES
-from ..lab.command import Parser
+from ..lab.command import Parser, check_plot
 from ..lab.progress import Progress
 from ..lab.report import machine_card, one_line
 from ..lab.timing.cases import CASES, find_contender, is_installed
@@ -225,8 +224,8 @@ def complete(options: argparse.Namespace) -> None:
             raise ValueError(f"{name} needs the package {contender.needs}, which is not installed")
     if options.plot and not set(case.references) & set(options.contenders):
         raise ValueError(f"--plot draws ratios: add one of {', '.join(case.references)} to --contenders")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install '.[examples]'")
+    if options.plot:
+        check_plot(options.plot, "examples")
 
 
 def show_host(options: argparse.Namespace) -> int:

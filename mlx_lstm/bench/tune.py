@@ -17,7 +17,7 @@ from ..engines.cells import LSTMCell
 from ..engines.choice import FUSED_LIMIT, METAL_ENGINES, has_metal
 from ..engines.metal.fused import LayerSize, rows_for
 from ..engines.problem import Cut
-from ..ground.files import write_whole
+from ..ground.files import new_mode, write_whole
 from ..lab.cases import DTYPES
 from ..lab.timing.cases.lstm import draw, prepare_ours
 from ..lab.timing.judge import judge_layer
@@ -57,15 +57,21 @@ if it takes at most this fraction of the rule's time. The fraction is below 1, s
 
 
 def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the default is a tuple and never changes)
-    """Measure which Metal engine is faster, print the table and write it to a file. Return the exit code: 0, or 1 if
+    """Measure which Metal engine is faster, print the table and write it to a file. Return the exit code: 0, or 2 if
     there is no Metal or the file cannot be written."""
     if not has_metal():
         print(
             "nothing to tune: MLX has no Metal back end on this machine, and only Metal has two engines to choose from",
             file=sys.stderr,
         )
-        return 1
+        return 2
     path = Path(file) if file else tuning.cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new_mode(path.parent)  # creates a file for a moment: a folder that cannot be written is known before the work
+    except OSError as error:
+        print(cannot_write(path, error), file=sys.stderr)
+        return 2
     print("\n".join(f"{name:13}{value}" for name, value in tuning.machine().items()), flush=True)
     engines: dict[str, dict[int, tuning.Row]] = {dtype: {} for dtype in grid.dtypes}
     measured: list[dict[str, object]] = []
@@ -81,13 +87,18 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the defau
     try:
         write(path, engines, measured, cuts)
     except OSError as error:
-        print(f"cannot write {path}: {error}; --tune-file names another place", file=sys.stderr)
-        return 1
+        print(cannot_write(path, error), file=sys.stderr)
+        return 2
     tuning.current.cache_clear()
     print(f"\nwritten to {path}: it counts on this machine, with these versions and kernels only")
     if file:
         print(f"for a program to go by it: mlx_lstm.engines.tuning.use({file!r})")
     return 0
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    """Return the line that says that the table cannot be written."""
+    return f"cannot write {path}: {error}; --tune-file names another place"
 
 
 def write(

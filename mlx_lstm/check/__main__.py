@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         return conclude(report)
     except CannotWriteError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         report.save()
         done = f"{len(report.findings)} of {len(selection.work)} comparisons"

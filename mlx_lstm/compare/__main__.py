@@ -2,14 +2,13 @@
 oracle."""
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
-from ..lab.command import Parser
+from ..lab.command import Parser, check_plot
 from ..lab.mpsgraph import judge, report
 from ..lab.mpsgraph.cases import GATES, CompareCase
 from ..lab.mpsgraph.contenders import HOW_TO_GET, Contender, Outcome, all_contenders
@@ -117,8 +116,8 @@ def check_options(options: argparse.Namespace) -> None:
                 raise ValueError(f"--{name} does not go with --{mode}")
     if bool(options.arrays) != bool(options.op) or (options.descriptor and not options.arrays):
         raise ValueError(f"--arrays and --op go together, --descriptor with both; --op is one of {', '.join(GATES)}")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install '.[compare]'")
+    if options.plot:
+        check_plot(options.plot, "compare")
     check_files(options, "json", "plot", "record")
 
 

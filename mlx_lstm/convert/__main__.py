@@ -22,7 +22,7 @@ from ..ground.machine import VERSION, run_command
 from ._files import Model, ending_of, read, replace, some, title, write, write_to
 from ._keys import STYLES, WAYS
 from .keras import stack as stack_of_keras
-from .weights import describe, differences, stacked
+from .weights import bits, describe, differences, stacked
 
 LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
 """The texts that report expected differences between the old and the new file, by the name of the bias that differs.
@@ -68,6 +68,8 @@ def convert(options: argparse.Namespace) -> list[str]:
     for option in ("keys", "to"):
         if not has_keys and (value := getattr(options, option)):
             fail("convert", f"--{option} must be left out for {target.name}, which has keys of its own,", repr(value))
+    if options.external_data and source.suffix != ".onnx":
+        fail("convert", "--external-data must be left out for a file that is no .onnx", source.name)
     if options.ways and not (options.keys or options.from_keys):
         fail("convert", "--ways must be left out without --keys or --from-keys, which have {way},", repr(options.ways))
     model, ways, style = model_of(options), tuple(options.ways or WAYS), options.to or "torch"
@@ -76,18 +78,22 @@ def convert(options: argparse.Namespace) -> list[str]:
         write(target, model, force=options.force)
         return [f"{source} -> {target}", *source_lines(model), "  not read again: Core ML packages are only written"]
 
-    # Write the new file to `partial`, a temporary path, read it again, and return what was read. `write_to` without
-    # --keys takes the style's own words for the directions; `read` without `keys` makes no use of `ways`.
-    def write_and_read(partial: Path) -> Model:
+    # Write the new file to `partial`, a temporary path, read it again, and return what was read, and the lines about
+    # the differences. `write_to` without --keys takes the style's own words for the directions; `read` without `keys`
+    # makes no use of `ways`.
+    def write_and_read(partial: Path) -> tuple[Model, list[str]]:
         write_to(partial, model, style, options.keys, options.ways if options.keys else None)
         again = read(partial, keys=options.keys if has_keys else None, ways=ways)
         # How many layers were written, and how many the new file has.
         numbers = [sum(len(weights.layers) for weights in each.layers.values()) for each in (model, again)]
         if numbers[0] != numbers[1]:
             raise ValueError(f"{target} would be read as {numbers[1]} layers, not {numbers[0]}: give other --keys")
-        return again
+        for key, array in model.rest.items() if has_keys else ():
+            if key not in again.rest or bits(array) != bits(again.rest[key]):
+                raise ValueError(f"{shown(key)} would not be the same in {target}")
+        return again, comparison(model, again)
 
-    again = replace(target, write_and_read, options.force)
+    again, compared = replace(target, write_and_read, options.force)
     lines = [f"{source} -> {target}" + (f", with the names of {style}" if has_keys else "")]
     lines += source_lines(model)
     lines += [f"    now {title(name)}: {some(keys, most=4)}" for name, keys in again.keys.items()]
@@ -95,7 +101,10 @@ def convert(options: argparse.Namespace) -> list[str]:
     if model.rest:
         done = "copied as they are" if has_keys else f"left out, which {ending} cannot hold beside the layers"
         lines.append(f"  {len(model.rest)} other arrays {done}: {some(list(model.rest))}")
-    return [*lines, *comparison(model, again)]
+    matrices = [way["Wx"] for weights in again.layers.values() for layer in weights.layers for way in layer]
+    if ending == ".safetensors" and any("float64" in str(array.dtype) for array in [*matrices, *again.rest.values()]):
+        lines.append("  it holds float64 arrays, which mx.load reads from an .npz file, not from a .safetensors file")
+    return [*lines, *compared]
 
 
 def source_lines(model: Model) -> list[str]:
@@ -112,7 +121,7 @@ def model_of(options: argparse.Namespace) -> Model:
     keywords |= {"nonlinearity": options.nonlinearity, "external_data": options.external_data}
     model = read(source, only=options.only, **keywords)
     if not model.layers:
-        raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
+        raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest)) or 'none'}")
     # Only the layers that were read tell whether one is a plain RNN.
     if options.nonlinearity and all(weights.cell.op != "rnn" for weights in model.layers.values()):
         rule = f"--nonlinearity must be left out for {source.name}, which has no plain RNN,"
@@ -142,6 +151,9 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
             del layers[name]
     rest = {} if options.layers_only else model.rest
     for old, new in (pair.split("=", 1) for pair in options.prefix or []):
+        if not any(renamed(name, old, new) != name for entries in (layers, keys, rest) for name in entries):
+            there = some([*map(title, layers), *rest])
+            fail("convert", f"--prefix {old}={new} must rename a layer or a key", there)
         layers, keys, rest = (all_renamed(entries, old, new) for entries in (layers, keys, rest))
     return model._replace(layers=layers, rest=rest, keys=keys)
 

@@ -339,7 +339,7 @@ def ending_of(path: Path, *, writes: bool = False) -> str:
     advice = INSTEAD_OF_WRITING if writes else INSTEAD  # tables: advice, and the endings for which it is given
     more = next((text for text, endings in advice.items() if found in endings), "")
     known = (*ENDINGS, _coreml_file.ENDING) if writes else ENDINGS
-    fail("convert", f"{path.name} must end in {', '.join(known)}{more}", repr(path.suffix))
+    fail("convert", f"{path.name or path} must end in {', '.join(known)}{more}", repr(path.suffix))
 
 
 def comment_of(file: Foreign) -> dict[str, str]:

@@ -200,6 +200,14 @@ def from_ops(
         if not {"Wx", "Wh"} <= words.keys() <= set(allowed):
             fail(name, f"layers[{n}] must hold Wx, Wh and maybe {', '.join(allowed[2:])}", sorted(words))
         check_array(name, f"layers[{n}]: Wh", words["Wh"], ["2", "rows", "P"] if bidirectional else ["rows", "P"])
+        # H: the number of units. All shapes are checked here, as the rows are moved below. Arrays of both directions
+        # are one after the other, or, with `own`, on a first axis.
+        H, D, own = words["Wh"].shape[-2] // len(order), 1 + bidirectional, [2] if bidirectional else []
+        rows = len(order) * H
+        shapes = {"Wx": [D * rows, "I"], "b": [D * rows], "bhn": [D * H]}
+        shapes |= {"Wh": [*own, rows, "P"], "Wp": [*own, "P", H], "peephole": [*own, rows]}
+        for key, array in words.items():
+            check_array(name, f"layers[{n}]: {key}", array, shapes[key])
         ways = (
             [part(words, way) for way in range(2)] if bidirectional else [words]
         )  # each direction's part of the arrays

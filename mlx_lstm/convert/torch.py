@@ -48,7 +48,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         Weights: the arrays as they are, in their dtypes.
 
     Raises:
-        ValueError: a key is missing or is no key of torch, or a shape does not fit.
+        ValueError: a key is missing or is no key of torch, a shape does not fit, or a class derived from a layer of
+            torch has its own `forward`.
 
     Example:
         >>> from mlx_lstm import convert, torch
@@ -61,6 +62,7 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     nonlinearity = getattr(arrays, "nonlinearity", nonlinearity)
     rule = "arrays must be a layer or a dict of arrays (of a file: mx.load(file), or convert.read(file).layers)"
     whole = parameters_of(op, rule, arrays)  # all entries of the layer or dict
+    check_forward(op, arrays)
     arrays = parameters_of(op, rule, arrays, prefix)
     check_prefix(op, whole, arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}  # by (layer, direction), the arrays by name
@@ -81,6 +83,16 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         return f"{prefix}{KEYS[word]}" + ("" if is_cell else f"_l{layer}{WAYS[way]}")
 
     return assembled(op, parts, title, {"activation": nonlinearity})
+
+
+def check_forward(op: str, layer: object) -> None:
+    """Raise ValueError for a class that derives from a layer of torch and has its own `forward`: its parameters do not
+    say what it computes. torch need not be installed: its classes are known by their module."""
+    own: Any = type(layer)
+    base: Any = next((kind for kind in own.__mro__ if kind.__module__ == "torch.nn.modules.rnn"), None)
+    if base is not None and own.forward is not base.forward:
+        rule = f"the layer must compute what torch.nn.{base.__name__} computes: pass its state_dict() if it does,"
+        fail(op, rule, f"{own.__name__}, which redefines forward")
 
 
 def check_prefix(op: str, whole: Mapping[str, Any], arrays: Mapping[str, Any], prefix: str) -> None:

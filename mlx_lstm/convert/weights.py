@@ -443,9 +443,11 @@ def to_numpy(array: mx.array) -> np.ndarray:
     return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32))
 
 
-def bits(array: mx.array) -> bytes:
+def bits(array: mx.array | np.ndarray) -> bytes:
     """Return the bytes of an array, so that two arrays can be compared bit for bit. NumPy has no bfloat16, so such an
     array is read as 16-bit integers."""
+    if isinstance(array, np.ndarray):
+        return array.tobytes()
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
 
 

@@ -24,10 +24,7 @@ def computes_now(engine: str | None) -> bool:
     conditions. First, the engine itself computes with NumPy on the CPU, so that its results exist when the call
     returns. Second, MLX is not transforming a function: to differentiate or compile a function, MLX must see all its
     operations. engine: a name, or None for the best engine, which under these two conditions is `numpy`."""
-    # `engine` may still have a wrong type, for which a later check raises an error. So isinstance comes before the
-    # comparison.
-    on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")
-    return on_numpy and choice.current_device() == "cpu" and not is_transforming()
+    return choice.may_be_numpy(engine) and choice.current_device() == "cpu" and not is_transforming()
 
 
 def by_mlx(function: Run, *arrays: mx.array) -> Any:

@@ -198,6 +198,12 @@ def is_small_step(cell: AnyCell, T: int, B: int, H: int) -> bool:
     return T == 1 and B * cell.gates * H**2 <= ONE_STEP
 
 
+def may_be_numpy(engine: object) -> bool:
+    """Return whether the option `engine` allows the engine `numpy`: by its name, or by None, the best engine. The
+    option is not checked yet: isinstance comes first, because an array does not compare as one bool."""
+    return engine is None or (isinstance(engine, str) and engine == "numpy")
+
+
 def check_engine(op: str, engine: Any) -> Engine | None:
     """Return `engine` if it is `None` or one of `ENGINES`. Otherwise raise an error."""
     if engine is not None and not (isinstance(engine, str) and engine in ENGINES):

@@ -295,8 +295,10 @@ def write_whole(
         ending (str, optional): the ending of the temporary file's name. Default: the last suffix of `path`.
 
     Raises:
-        FileExistsError: `path` exists, without `force`.
+        FileExistsError: `path` exists, without `force`; or it is a device or a pipe, which a file must not replace.
     """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is no regular file")
     # The name cannot be guessed, and exclusive creation follows no link. Only the owner may read the unfinished file.
     partial = path.with_name(f".{secrets.token_hex(16)}{path.suffix if ending is None else ending}")
     try:

@@ -127,16 +127,19 @@ def absolute(paths: Iterable[object]) -> list[str]:
 
 
 def check_files(options: object, *names: str) -> None:
-    """Raise ValueError if the folder of a file to write is missing, or the file itself is a folder. options: the parsed
-    command line. names: those of its options that name a file to write; an option that is not given is None."""
+    """Raise ValueError if a file to write is in no folder, is a folder, or may not be written: a command that ran for
+    minutes would lose its results. options: the parsed command line. names: those of its options that name a file to
+    write; an option that is not given is None, and "-" is the terminal."""
     for name in names:
-        if not getattr(options, name):
+        if getattr(options, name) in (None, "-"):
             continue
         path = Path(getattr(options, name))
         if not path.parent.is_dir():
             raise ValueError(f"--{name}: no folder {path.parent}")
         if path.is_dir():
             raise ValueError(f"--{name}: {path} is a folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"--{name}: no permission to write {path}")
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

@@ -1,6 +1,8 @@
 """The command lines of check, bench and compare."""
 
 import argparse
+import importlib.util
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -9,3 +11,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def check_plot(file: str, extra: str) -> None:
+    """Raise ValueError if matplotlib is not installed, or cannot draw a file with this ending. extra: the extra of this
+    package that installs it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"--plot needs matplotlib: pip install '.[{extra}]'")
+    from matplotlib.backend_bases import FigureCanvasBase  # imported here, because it takes long
+
+    endings = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(file).suffix.removeprefix(".").lower() not in endings:
+        raise ValueError(f"--plot: the ending of {file} must be one of {', '.join(endings)}")

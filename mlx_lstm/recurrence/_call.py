@@ -268,9 +268,7 @@ class Call(NamedTuple):
         # traces the arrays, so they have no values. Only inference and the engine `numpy` use these flags, so for all
         # other calls both stay False, and no array is evaluated to find out.
         free = traced = False
-        # isinstance: the user's `engine` is not checked yet, and an array would not compare as one bool.
-        may_be_numpy = self.engine is None or (isinstance(self.engine, str) and self.engine == "numpy")
-        if not training or (device == "cpu" and may_be_numpy):
+        if not training or (device == "cpu" and choice.may_be_numpy(self.engine)):
             values = [*arrays.values(), *others]
             free = not is_transforming()
             # Evaluating arrays in training costs time. A small step in training runs on the engine `ops`, which only
