@@ -120,7 +120,7 @@ def fitted(options, T, B):
         options["lengths"] = [(T, T // 2, 0, 1, T, T, 2 % (T + 1), max(T - 1, 0), 4 % (T + 1))[n % 9] for n in range(B)]
     if "hold" in options:
         options["hold"] = np.arange(T * B).reshape(T, B) % 4 == 1
-    if "mask" in options:
+    if options.get("mask"):
         options["mask"] = tuple({"T": T, "B": B}.get(size, size) for size in options["mask"])
     return options
 

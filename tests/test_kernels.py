@@ -191,12 +191,13 @@ def test_rows_that_the_forward_pass_keeps():
     """The gradients of `stepwise` are right if the caller does not ask for the gates of an LSTM. The forward pass then
     does not copy the gates into one array. The backward pass reads them from the arrays of single steps, and from
     arrays that launches have concatenated from several steps."""
-    case, cotangents = usual_call("stepwise", "lstm", (24, 3, 2, 5, 5), **NOT_PROJECTED, bidirectional=True)
+    case, cotangents = usual_call("stepwise", "lstm", (24, 3, 2, 5, 5), **ENDS_ONLY, bidirectional=True)
     _, log = check(case, "stepwise", {name: value for name, value in cotangents.items() if name != "gates"})
     assert not any(" gates [[buffer" in launch.source for launch in log)
 
 
-NOT_PROJECTED = {"projection": False, "projection_clip": None}
+ENDS_ONLY = {"projection": False, "projection_clip": None, "mask": None, "keep": False, "peephole": False}
+"""What an LSTM of `usual_call` lacks in some tests, which are those of `lengths` alone."""
 
 
 def found_on_metal(shaders, body, count, inputs):
@@ -448,19 +449,20 @@ def test_h_is_rounded_to_16_bits_at_every_step(row, B, word):
         np.testing.assert_array_equal(value, found[1][name], err_msg=name)
 
 
-# (engine, row, batch size). The kernels are those of test_kernel_paths.py, and those of an LSTM without a projection.
+# (engine, row, batch size). The kernels are those of test_kernel_paths.py. The last call has `lengths` alone, so its
+# backward pass copies x, with 0 in the padding.
 PADDED = [("fused", row, B) for row, B in BATCH.items()]
 PADDED += [("stepwise", row, B) for row, B in (("lstm", 9), ("gru", 3), ("gru_before", 9), ("rnn", 9), ("lstm", 3))]
 
 
 @pytest.mark.parametrize("engine, row, B, way", in_turns(PADDED, WAYS, others=True))
 def test_what_lies_in_the_padding_is_never_used(engine, row, B, way):
-    options = NOT_PROJECTED if (engine, row, B) == ("stepwise", "lstm", 3) else {}
+    options = ENDS_ONLY if (engine, row, B) == ("stepwise", "lstm", 3) else {}
     case, cotangents = usual_call(engine, row, (7, B, 2, 12, 13), dtype=np.float32, **options, **way)
     with on_metal(), matrices_from(9):
         clean = run(case, engine, np.float32, cotangents)
         spoilt = [cotangents[name] for name in ("h", "c", "gates") if name in cotangents]
-        for array in (case["x"], case["mask"], case["keep"], *spoilt):
+        for array in (case["x"], *(case[name] for name in ("mask", "keep") if case.get(name) is not None), *spoilt):
             array[np.arange(7)[:, None] >= case["lengths"]] = np.nan
         spoilt = run(case, engine, np.float32, cotangents)
     for before, after in zip(clean, spoilt, strict=True):

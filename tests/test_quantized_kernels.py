@@ -24,7 +24,7 @@ from mlx_lstm.lab.timing.tasks import Size
 # projection and both directions, with nvfp4 on each product. The slow tests run each case on the other engine, too.
 CASES = {
     "3 bits, large tiles": ("stepwise", (32, 3, "affine"), (2, 33, 5, 40, 32), "lstm", {"quantize": ("Wh",)}),
-    "5 bits, gru": ("fused", (32, 5, "affine"), (2, 3, 32, 64, 64), "gru", {}),
+    "5 bits, gru": ("fused", (32, 5, "affine"), (2, 3, 32, 64, 64), "gru", {"mask": None, "keep": False}),
     "6 bits, gru before": ("fused", (64, 6, "affine"), (2, 2, 64, 64, 64), "gru_before", {}),
     "8 bits, gru before, tiles": ("stepwise", (32, 8, "affine"), (2, 8, 32, 32, 32), "gru_before", {}),
     "2 bits, rnn": ("fused", (128, 2, "affine"), (2, 8, 128, 128, 128), "rnn", {"reverse": True}),
@@ -50,10 +50,21 @@ def test_cells_directions_options(engine, name):
         check_quantized(engine, quantized_case(packing, sizes=sizes, **options))
 
 
+EACH = [
+    (32, 1, "affine"),
+    (64, 2, "affine"),
+    (32, 3, "affine"),
+    (128, 4, "affine"),
+    (32, 5, "affine"),
+    (64, 6, "affine"),
+]
+EACH += [(32, 8, "affine"), (32, 4, "mxfp4"), (32, 8, "mxfp8"), (16, 4, "nvfp4")]
+"""Each mode, number of bits and group size."""
+
+
 @pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 @pytest.mark.parametrize(
-    "packing",
-    [pytest.param(p, id=str(p), marks=pytest.mark.slow if p[0] in (64, 128) and p[1] != 4 else []) for p in PACKINGS],
+    "packing", [pytest.param(p, id=str(p), marks=[] if p in EACH else pytest.mark.slow) for p in PACKINGS]
 )
 def test_every_mode_width_and_group_is_read_once_a_step(packing):
     """For a batch of one sequence, a step of `stepwise` reads each byte of quantized weights, scales and biases
