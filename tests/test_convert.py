@@ -343,6 +343,11 @@ def test_outputs_of_torch():
 
     with pytest.raises(ValueError, match=r"what torch.nn.LSTM computes.* but got Other, which redefines forward"):
         convert.from_torch(Other(I, H))
+    # In a whole model the layer that the prefix names says what it computes.
+    model = torch.nn.Sequential(torch.nn.RNN(I, H, nonlinearity="relu"), torch.nn.ModuleDict({"lstm": Other(I, H)}))
+    assert convert.from_torch(model, prefix="0.").options == {"activation": "relu"}
+    with pytest.raises(ValueError, match="Other, which redefines forward"):
+        convert.from_torch(model, prefix="1.lstm.")
     assert convert.from_torch(type("Same", (torch.nn.LSTM,), {})(I, H)).cell.op == "lstm"
     halves = torch.nn.LSTM(I, H).to(torch.bfloat16)
     again = convert.to_torch(convert.from_torch(halves))
