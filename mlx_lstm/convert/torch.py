@@ -51,8 +51,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     Any number of layers, both directions, a projection, and layers without a bias are read.
 
     Args:
-        arrays: a layer or cell of torch or of `mlx_lstm.torch`, a whole model of torch with a prefix, or a dict of arrays
-            by torch's names: a `state_dict`.
+        arrays: a layer or cell of torch or of `mlx_lstm.torch`; a whole model of torch, with a prefix; or a dict of
+            arrays by torch's names: a `state_dict`.
         prefix (str): read only the keys that begin with it, such as `"encoder.lstm."`. Default: all keys.
         nonlinearity (str): the nonlinearity of a plain RNN in a dict of arrays; a layer has it as an attribute.
             Default: `"tanh"`.
@@ -74,7 +74,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     op = "from_torch"
     rule = "arrays must be a layer or a dict of arrays (of a file: mx.load(file), or convert.read(file).layers)"
     whole = parameters_of(op, rule, arrays)  # all entries of the layer or dict
-    layer, arrays = named_layer(arrays, prefix), parameters_of(op, rule, arrays, prefix)
+    selected = parameters_of(op, rule, arrays, prefix)
+    layer, arrays = named_layer(arrays, prefix), selected
     nonlinearity = getattr(layer, "nonlinearity", nonlinearity)
     check_forward(op, layer)
     check_prefix(op, whole, arrays, prefix)
