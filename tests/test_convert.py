@@ -1344,6 +1344,20 @@ def refusal(capsys, *arguments):
     return err
 
 
+def test_layers_numbered_from_1_by_a_template(tmp_path, capsys):
+    """A template with {layer} reads numbers from 0 on; one without it reads layers with any numbers. A name that ends
+    in a digit comes back although its number cannot be told from that of the layer."""
+    weights = weights_of(LSTMCell(), 2, biases="x")
+    first, second = weights.each()
+    path, target = tmp_path / "a.npz", tmp_path / "b.npz"
+    convert.write(path, {"lstm1": first, "lstm2": second}, keys="{name}.{array}", style="mlx")
+    said = refusal(capsys, path, target, "--from-keys", "{name}{layer}.{array}")
+    assert "Wx of layer 0, forward (the numbers begin at 0), must be there but got no such key" in said
+    assert_same(weights, convert.stacked("read", list(convert.read(path, keys="{name}.{array}").layers.values())))
+    convert.write(target, {"lstm1": weights}, keys="{name}{layer}.{array}", style="mlx")
+    assert_same(weights, convert.read(target, keys="{name}{layer}.{array}").layers["lstm1"])
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
