@@ -611,6 +611,7 @@ def test_what_a_format_cannot_hold():
         (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_torch, "projection_clip"),
         (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_cudnn, "projection_clip"),
         (clipped(TF, clip_gradient="zero"), convert.to_tf, "clip_gradient must be 'through'"),
+        (clipped(TF, output_peephole="previous"), convert.to_tf, "output_peephole must be 'current'"),
         (PLAIN["lstm"], convert.to_tf, "one LSTM layer in one direction"),
         (PLAIN["rnn"], convert.to_tf_gru, "one GRU layer"),
     ):
