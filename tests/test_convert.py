@@ -343,6 +343,11 @@ def test_outputs_of_torch():
 
     with pytest.raises(ValueError, match=r"what torch.nn.LSTM computes.* but got Other, which redefines forward"):
         convert.from_torch(Other(I, H))
+    # In a whole model the layer that the prefix names says what it computes.
+    model = torch.nn.Sequential(torch.nn.RNN(I, H, nonlinearity="relu"), torch.nn.ModuleDict({"lstm": Other(I, H)}))
+    assert convert.from_torch(model, prefix="0.").options == {"activation": "relu"}
+    with pytest.raises(ValueError, match="Other, which redefines forward"):
+        convert.from_torch(model, prefix="1.lstm.")
     assert convert.from_torch(type("Same", (torch.nn.LSTM,), {})(I, H)).cell.op == "lstm"
     halves = torch.nn.LSTM(I, H).to(torch.bfloat16)
     again = convert.to_torch(convert.from_torch(halves))
@@ -606,6 +611,7 @@ def test_what_a_format_cannot_hold():
         (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_torch, "projection_clip"),
         (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_cudnn, "projection_clip"),
         (clipped(TF, clip_gradient="zero"), convert.to_tf, "clip_gradient must be 'through'"),
+        (clipped(TF, output_peephole="previous"), convert.to_tf, "output_peephole must be 'current'"),
         (PLAIN["lstm"], convert.to_tf, "one LSTM layer in one direction"),
         (PLAIN["rnn"], convert.to_tf_gru, "one GRU layer"),
     ):
@@ -1337,6 +1343,20 @@ def refusal(capsys, *arguments):
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("not converted: ") and err.count("\n") == 1
     return err
+
+
+def test_layers_numbered_from_1_by_a_template(tmp_path, capsys):
+    """A template with {layer} reads numbers from 0 on; one without it reads layers with any numbers. A name that ends
+    in a digit comes back although its number cannot be told from that of the layer."""
+    weights = weights_of(LSTMCell(), 2, biases="x")
+    first, second = weights.each()
+    path, target = tmp_path / "a.npz", tmp_path / "b.npz"
+    convert.write(path, {"lstm1": first, "lstm2": second}, keys="{name}.{array}", style="mlx")
+    said = refusal(capsys, path, target, "--from-keys", "{name}{layer}.{array}")
+    assert "Wx of layer 0, forward (the numbers begin at 0), must be there but got no such key" in said
+    assert_same(weights, convert.stacked("read", list(convert.read(path, keys="{name}.{array}").layers.values())))
+    convert.write(target, {"lstm1": weights}, keys="{name}{layer}.{array}", style="mlx")
+    assert_same(weights, convert.read(target, keys="{name}{layer}.{array}").layers["lstm1"])
 
 
 @pytest.mark.parametrize(
