@@ -503,3 +503,16 @@ def test_how_far_a_weight_moves(bits):
     steps = moved / ((W.max(axis=1) - W.min(axis=1)) / (2**bits - 1))[:, None]
     assert 0.5 < steps.max() < 1 and np.mean(steps < 0.501) > 0.9
     assert abs(np.sqrt(np.mean(steps**2)) * np.sqrt(12) - 1) < 0.05
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_vmap_on_the_cpu(mode):
+    """docs/limits.md: only the mode affine can be dequantized where MLX has no rule for the quantized product."""
+    layer = mlx_lstm.nn.QuantizedLSTM.from_layer(mlx_lstm.nn.LSTM(32, 32, engine="ops"), 32, 4, mode)
+    x = mx.random.normal((2, 3, 32))
+    with mx.stream(mx.cpu):
+        if mode == "affine":
+            np.testing.assert_allclose(mx.vmap(lambda x: layer(x)[0])(x), layer(x)[0], atol=1e-5)
+        else:
+            with pytest.raises(RuntimeError, match="QuantizedMatmul::vmap"):
+                mx.eval(mx.vmap(lambda x: layer(x)[0])(x))
