@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -466,6 +467,8 @@ def test_times_of_gradients_that_compute_steps_again(tmp_path):
         (["--engine", "fastest"], "invalid choice: 'fastest'"),
         (["--device", "gpu", "--engine", "numpy"], "engine='numpy' cannot run"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--patience", "-1"], "--patience must be at least 0"),
+        (["--contenders", "math:pi"], "math:pi must be a Contender but is of type float"),
         (["--memory", "--plot", "a.png", "--quick"], "--quick, --plot: of no use with --memory"),
         (["--memory", "--host"], "one of --memory and --host at a time"),
         (["--host", "--engine", "ops"], "--engine: of no use with --host"),
@@ -492,6 +495,14 @@ def test_wrong_options(arguments, said, capsys):
         main(arguments)
     printed = capsys.readouterr().err
     assert end.value.code == 2 and said in printed and printed.count("\n") == 1
+
+
+def test_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    monkeypatch.setattr(mx, "is_available", lambda device: device == mx.cpu)
+    with pytest.raises(SystemExit) as end:
+        main(["--device", "gpu"])
+    assert end.value.code == 2 and "--device gpu: MLX has no GPU on this machine" in capsys.readouterr().err
 
 
 def test_a_file_that_may_not_be_written(tmp_path, monkeypatch, capsys):
