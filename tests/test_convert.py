@@ -343,6 +343,11 @@ def test_outputs_of_torch():
 
     with pytest.raises(ValueError, match=r"what torch.nn.LSTM computes.* but got Other, which redefines forward"):
         convert.from_torch(Other(I, H))
+    # In a whole model the layer that the prefix names says what it computes.
+    model = torch.nn.Sequential(torch.nn.RNN(I, H, nonlinearity="relu"), torch.nn.ModuleDict({"lstm": Other(I, H)}))
+    assert convert.from_torch(model, prefix="0.").options == {"activation": "relu"}
+    with pytest.raises(ValueError, match="Other, which redefines forward"):
+        convert.from_torch(model, prefix="1.lstm.")
     assert convert.from_torch(type("Same", (torch.nn.LSTM,), {})(I, H)).cell.op == "lstm"
     halves = torch.nn.LSTM(I, H).to(torch.bfloat16)
     again = convert.to_torch(convert.from_torch(halves))
@@ -606,6 +611,7 @@ def test_what_a_format_cannot_hold():
         (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_torch, "projection_clip"),
         (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_cudnn, "projection_clip"),
         (clipped(TF, clip_gradient="zero"), convert.to_tf, "clip_gradient must be 'through'"),
+        (clipped(TF, output_peephole="previous"), convert.to_tf, "output_peephole must be 'current'"),
         (PLAIN["lstm"], convert.to_tf, "one LSTM layer in one direction"),
         (PLAIN["rnn"], convert.to_tf_gru, "one GRU layer"),
     ):
@@ -1051,6 +1057,66 @@ def test_layers_of_keras(keras):
         assert text.startswith("[from_keras] ") and what in text
 
 
+def spec(kind, name, **options):
+    """Return a layer as Keras serializes it."""
+    return {"class_name": kind, "config": {"name": name, **options}}
+
+
+@pytest.mark.parametrize("ending", [".keras", ".h5"])
+def test_layers_inside_of_other_layers_of_keras_keep_their_options(ending, tmp_path):
+    """The layer of a TimeDistributed, the layers of a model inside it, and the cells of an RNN of several cells have
+    the options of the configuration. A note names a layer of which the configuration says nothing."""
+    h5py = pytest.importorskip("h5py")
+    relu = {"units": H, "activation": "relu", "recurrent_activation": "hard_sigmoid", "use_bias": False}
+    cells = [spec("LSTMCell", "first", **relu), spec("LSTMCell", "second", units=H, use_bias=False)]
+    stack = spec("RNN", "forward_rnn", cell=spec("StackedRNNCells", "cells", cells=cells))
+    model = spec("Functional", "encoder", layers=[spec("GRU", "words", reset_after=False, **relu)])
+    layers = [spec("TimeDistributed", "td", layer=spec("LSTM", "inner", go_backwards=True, **relu))]
+    layers += [spec("TimeDistributed", "td_1", layer=model), spec("Bidirectional", "both", layer=stack)]
+    layers += [spec("Own", "own"), spec("GRU", "old", units=H, use_bias=False)]  # old: before Keras had reset_after
+    config = spec("Functional", "model", layers=layers)
+    # By the layer's name here: the gates, the place of the arrays in a .keras file, and in an .h5 file.
+    places = {"inner": (4, "layers/time_distributed/layer", "td/td/inner/lstm_cell")}
+    places |= {"words": (3, "layers/time_distributed_1/layer/layers/gru", "td_1/words/gru_cell")}
+    for way in ("forward", "backward"):
+        for name, number in (("first", ""), ("second", "_1")):
+            place = f"layers/bidirectional/{way}_layer/cell/cells/lstm_cell{number}"
+            places[f"both.{way}_rnn.{name}"] = 4, place, f"both/both/{way}_rnn/cells/{name}"
+    places |= {"hidden": (4, "layers/own/hidden", "own/own/hidden/lstm_cell")}
+    places |= {"old": (3, "layers/gru", "old/old/gru_cell")}
+    path = tmp_path / f"m{ending}"
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file.attrs["model_config"], names = json.dumps(config), {}
+        for name, (gates, new, old) in places.items():
+            group = old.partition("/")[0]
+            for n, word in enumerate(("kernel", "recurrent_kernel")):
+                if ending == ".h5":
+                    names.setdefault(group, []).append(f"{old.partition('/')[2]}/{word}")
+                    file[f"model_weights/{old}/{word}"] = np.ones((H, gates * H), np.float32)
+                else:
+                    cell = "" if "/cells/" in new else "/cell"
+                    file[f"{new}{cell}/vars/{n}"] = np.ones((H, gates * H), np.float32)
+            if ending == ".keras":
+                file.require_group(f"{new}/vars").attrs["name"] = name.rpartition(".")[2]
+        if ending == ".h5":
+            file["model_weights"].attrs["layer_names"] = list(names)
+            for group, words in names.items():
+                file[f"model_weights/{group}"].attrs["weight_names"] = words
+    if ending == ".keras":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("config.json", json.dumps(config))
+            archive.write(tmp_path / "m.h5", "model.weights.h5")
+    found = convert.read(path)
+    r, a = "hard_sigmoid_sixth", "relu"
+    odd, gru = {"activations": (r, r, a, r, a)}, {"activations": (r, r, a), "reset": "before"}
+    expected = {"inner": odd | {"reverse": True}, "words": gru, "both.forward_rnn.first": odd}
+    expected |= {"both.forward_rnn.second": {}, "both.backward_rnn.first": odd | {"reverse": True}}
+    expected |= {"both.backward_rnn.second": {}, "hidden": {}, "old": {"reset": "before"}}
+    assert {name: weights.options for name, weights in found.layers.items()} == expected
+    assert [note for note in found.notes if "hidden" in note] == found.notes
+    assert "hidden: the file does not tell the options" in found.notes[0]
+
+
 @pytest.mark.parametrize(
     "ways",
     [
@@ -1277,6 +1343,20 @@ def refusal(capsys, *arguments):
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("not converted: ") and err.count("\n") == 1
     return err
+
+
+def test_layers_numbered_from_1_by_a_template(tmp_path, capsys):
+    """A template with {layer} reads numbers from 0 on; one without it reads layers with any numbers. A name that ends
+    in a digit comes back although its number cannot be told from that of the layer."""
+    weights = weights_of(LSTMCell(), 2, biases="x")
+    first, second = weights.each()
+    path, target = tmp_path / "a.npz", tmp_path / "b.npz"
+    convert.write(path, {"lstm1": first, "lstm2": second}, keys="{name}.{array}", style="mlx")
+    said = refusal(capsys, path, target, "--from-keys", "{name}{layer}.{array}")
+    assert "Wx of layer 0, forward (the numbers begin at 0), must be there but got no such key" in said
+    assert_same(weights, convert.stacked("read", list(convert.read(path, keys="{name}.{array}").layers.values())))
+    convert.write(target, {"lstm1": weights}, keys="{name}{layer}.{array}", style="mlx")
+    assert_same(weights, convert.read(target, keys="{name}{layer}.{array}").layers["lstm1"])
 
 
 @pytest.mark.parametrize(

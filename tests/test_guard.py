@@ -844,7 +844,10 @@ def test_another_process_may_have_tried_meanwhile(own_cache, monkeypatch):
     assert len(trials) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"here": 1}', '{"here": {"trial": 1}}', b"\xff\xfe"])
+FAR = json.dumps({"here": {"trial": {"reason": "", "until": 10**400}}})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"here": 1}', '{"here": {"trial": 1}}', b"\xff\xfe", FAR])
 def test_a_broken_file_is_named_in_one_warning_and_replaced(own_cache, monkeypatch, said, text):
     trials = counted(monkeypatch)
     own_cache.parent.mkdir()

@@ -231,12 +231,23 @@ class Haste:
         return self.arrays
 
 
+class Model:
+    """A stand-in for a whole model with a layer of haste: its attribute `lstm`."""
+
+    def __init__(self, lstm):
+        self.lstm = lstm
+
+    def state_dict(self):
+        return {f"lstm.{name}": array for name, array in self.lstm.state_dict().items()}
+
+
 LSTM, GRU = drawn(HASTE["lstm"]), drawn(HASTE["gru"])
 W, R, b = of_flashrnn("lstm")
 HEAD = convert.from_flashrnn_slstm(W, R, b)[0]
 PLAIN = convert.from_ops("rnn", [{"Wx": mx.ones((H, I)), "Wh": mx.ones((H, H))}])
 WRONG = {
     "[from_haste] zoneout must be 0, as it is no weight": lambda: convert.from_haste(Haste(LSTM, 0.1)),
+    "[from_haste] zoneout must be 0, as it is no": lambda: convert.from_haste(Model(Haste(LSTM, 0.1)), prefix="lstm."),
     "[from_haste] prefix must be a str but got None": lambda: convert.from_haste(LSTM, prefix=None),
     "[from_haste] layer must be a layer of haste_pytorch or a dict": lambda: convert.from_haste(3),
     "[from_haste] layer must have no layer normalisation": lambda: convert.from_haste(LSTM | {"gamma": b}),

@@ -511,3 +511,15 @@ def test_any_array_of_numpy_on_a_gpu():
         for change in FORMS_OF_NUMPY.values():
             stepper.reset()
             np.testing.assert_array_equal(stepper(change(x)), expected)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+def test_a_reversed_view_of_one_number(engine):
+    """x and the states may be slices of a reversed array, also slices of a single number."""
+    with mx.stream(mx.cpu):
+        stepper = nn.GRU(1, 1, engine=engine).stepper()
+        signal = np.arange(3, dtype=np.float32)
+        stepper.set_state(signal[::-1][:1])
+        one = stepper(signal[::-1][1:2])
+        stepper.set_state(signal[2:])
+        np.testing.assert_array_equal(stepper(signal[1:2]), one)

@@ -27,7 +27,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -50,13 +50,22 @@ user."""
 
 
 class Known(NamedTuple):
-    """A layer in a model's configuration. place: the path of its arrays in Keras 3; name: the names of the models
-    that contain the layer, then the layer's name; own: only the layer's name; config: as Keras serialized it."""
+    """A layer in a model's configuration. place: the path of its arrays in Keras 3; path: the names of the models and
+    wrappers that contain the layer, then the layer's name; config: as Keras serialized it."""
 
     place: str
-    name: str
-    own: str
+    path: tuple[str, ...]
     config: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return all names of `path` as one."""
+        return ".".join(self.path)
+
+    @property
+    def own(self) -> str:
+        """Return only the layer's name."""
+        return self.path[-1]
 
 
 def load() -> Any:
@@ -81,7 +90,7 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
         contents = _hdf5.read(file.stream, budget)
         if text := contents.texts("/", "model_config"):  # an attribute of the whole file
             config = budget.json(text[0])
-    known = [] if config is None else list(walk(config, "", "", budget))
+    known = None if config is None else list(walk(config, "", (), budget))
     # A file of the older layout lists its layers' names in an attribute; a Keras 3 file does not.
     root = "model_weights" if "model_weights" in contents.attributes else "/"
     if layers := contents.texts(root, "layer_names"):
@@ -89,15 +98,13 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
         version = [*contents.texts("/", "keras_version"), *contents.texts(root, "keras_version"), VERSION][0]
         arrays = by_layer(contents, "" if root == "/" else f"{root}/", layers)
         slope = "x/5" if version.startswith(("1", "2")) else "x/6"  # of hard_sigmoid, which Keras 3 changed
-        found = gathered(arrays, names_in_legacy(arrays, known), {each.name: each for each in known}, slope, only)
+        found = gathered(arrays, names_in_legacy(arrays, known or []), known, slope, only)
     else:
         if not contents.arrays:
             raise ValueError("it must hold a model of Keras, or its weights, but got no arrays")
-        found = gathered(
-            contents.arrays, names_in_new(contents, budget), {each.place: each for each in known}, "x/6", only
-        )
+        found = gathered(contents.arrays, names_in_new(contents, budget), known, "x/6", only)
     layers, rest, keys, notes = found
-    return layers, rest, keys, [*contents.notes, *notes, *notes_on(known, rest)]
+    return layers, rest, keys, [*contents.notes, *notes, *notes_on(known or [], rest)]
 
 
 COUNTERPARTS = {
@@ -131,6 +138,7 @@ def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
             isinstance(inner_kind, str)
             and inner_kind in COUNTERPARTS
             and (inner_kind == kind or inner_kind != "Conv1D")
+            and not each.place.endswith("/layer")  # the note on the wrapper around it says it
         ):
             title = inner_kind if inner_kind == kind else f"TimeDistributed({inner_kind})"
             notes.append(f"{shown(each.name)}: {title} is {COUNTERPARTS[inner_kind]}")
@@ -157,23 +165,70 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
     return arrays
 
 
-def walk(config: Mapping[str, Any], place: str, name: str, budget: Budget) -> Iterator[Known]:
+def walk(config: Mapping[str, Any], place: str, path: tuple[str, ...], budget: Budget) -> Iterator[Known]:
     """Yield all layers in a model's configuration, also the layers of nested models. place: the group of the model's
-    weights in model.weights.h5, such as "layers/sequential/"; name: the names of the models around it, such as
-    "encoder.". Both are empty for the outermost model. They get longer with each level, so the budget counts them."""
+    weights in model.weights.h5, such as "layers/sequential/"; path: the names of the models around it. Both are empty
+    for the outermost model."""
     # In old versions of Keras the configuration of a Sequential is the list of layers itself.
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
     counts: Counter[str] = Counter()  # how many layers of each class came before
     for each in layers if isinstance(layers, list) else []:
-        if not isinstance(each, Mapping) or "class_name" not in each or not isinstance(each.get("config"), Mapping):
-            continue
-        kind = snake(budget.name(each["class_name"]))  # such as lstm
-        own = budget.name(str(each["config"].get("name", kind)))  # the layer's own name
-        layer_place, whole_name = f"{place}layers/{numbered(kind, counts)}", name + own
-        budget.take(len(layer_place) + len(whole_name), whole_name)
-        yield Known(layer_place, whole_name, own, each)
-        yield from walk(each, f"{layer_place}/", f"{whole_name}.", budget)
+        if is_spec(each):
+            kind = snake(budget.name(each["class_name"]))  # such as lstm
+            yield from walk_layer(each, f"{place}layers/{numbered(kind, counts)}", path, budget)
+
+
+def walk_layer(spec: Mapping[str, Any], place: str, path: tuple[str, ...], budget: Budget) -> Iterator[Known]:
+    """Yield a layer, and all layers inside of it: those of a model, that of a wrapper such as TimeDistributed, the
+    cells of an RNN of several cells. spec: the layer as Keras serialized it; place, path: as in `Known`, but without
+    the layer's own name in `path`."""
+    path = (*path, budget.name(str(spec["config"].get("name", snake(budget.name(spec["class_name"]))))))
+    # Both get longer with each level, so the budget counts them.
+    budget.take(len(place) + sum(map(len, path)), ".".join(path))
+    yield Known(place, path, spec)
+    yield from walk(spec, f"{place}/", path, budget)
+    for part, inner in parts_of(spec).items():
+        yield from walk_layer(inner, f"{place}/{part}", path, budget)
+
+
+def parts_of(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the layers inside a layer that is no model, by their place in it: the layer of a wrapper such as
+    TimeDistributed, or the cells of an RNN of several cells, each as an RNN of this cell alone. The two directions of a
+    Bidirectional are left out, as they are one layer here, unless each is such an RNN."""
+    config = spec["config"]
+    layer, cells = config.get("layer"), cells_of(spec)
+    if spec["class_name"] == "Bidirectional":
+        if not is_spec(layer) or not cells_of(layer):
+            return {}
+        backward = config.get("backward_layer")
+        if not is_spec(backward):  # Keras runs a copy of the first direction
+            name = str(layer["config"].get("name")).replace("forward_", "backward_", 1)
+            backward = {**layer, "config": {**layer["config"], "name": name, "go_backwards": True}}
+        return {"forward_layer": layer, "backward_layer": backward}
+    if is_spec(layer):
+        return {"layer": layer}
+    counts: Counter[str] = Counter()  # how many cells of each class came before
+    parts = {}
+    for n, cell in enumerate(cells):
+        kind = snake(str(cell["class_name"]))
+        # Only the first cell has go_backwards, as in `keras.stack`: it passes its outputs on in the order of its steps.
+        options = {"cell": cell, "go_backwards": n == 0 and bool(config.get("go_backwards"))}
+        options |= {"name": cell["config"].get("name", kind)}
+        parts[f"cell/cells/{numbered(kind, counts)}"] = {"class_name": "RNN", "config": options}
+    return parts
+
+
+def cells_of(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the cells of an RNN of several cells; an empty list for any other layer."""
+    cell = spec["config"].get("cell")
+    cells = cell["config"].get("cells") if is_spec(cell) else None
+    return [each for each in cells if is_spec(each)] if isinstance(cells, list) else []
+
+
+def is_spec(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether a value in a configuration describes a layer or a cell."""
+    return isinstance(value, Mapping) and "class_name" in value and isinstance(value.get("config"), Mapping)
 
 
 def numbered(kind: str, counts: Counter[str]) -> str:
@@ -274,7 +329,7 @@ def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direc
 def gathered(
     arrays: Mapping[str, Any],
     directions: list[Direction],
-    known: Mapping[str, Known],
+    known: list[Known] | None,
     slope: str,
     only: Sequence[str] | None,
 ) -> Found:
@@ -282,28 +337,31 @@ def gathered(
     order of the model's configuration, the arrays that belong to no recurrent layer, the keys of each layer, and notes.
     Arrays of the optimizer and of random generators are left out; a note says how many.
 
-    known: the layers of the configuration, by the place of their arrays or, in a legacy file, by their names. only: the
-    layers that must be readable. slope: which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1);
-    "x/6": clip(x/6 + 0.5, 0, 1).
+    known: the layers of the configuration; None if the file has none. only: the layers that must be readable. slope:
+    which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1); "x/6": clip(x/6 + 0.5, 0, 1).
     """
     layers: dict[str, list[Direction]] = {}  # the directions of each layer, by its place or, in a legacy file, its name
     legacy = any("//" in key for key in arrays)  # `by_layer` makes such keys
     for each in directions:
         layers.setdefault(each.name if legacy else each.place, []).append(each)
-    rank = {place: n for n, place in enumerate(known)}  # the position of each layer in the configuration
+    told = told_layers(layers, known or [], legacy)
+    rank = {id(each): n for n, each in enumerate(known or [])}  # the position of each layer in the configuration
     # A layer is called by its own name, unless several have it; then also by the models that contain it. titles: what
     # has these names of each layer: a `Known`, or its first `Direction`. owners: how many layers have each name.
-    titles = {place: known.get(place, each[0]) for place, each in layers.items()}
+    titles = {place: told.get(place, each[0]) for place, each in layers.items()}
     owners = Counter(title.own for title in titles.values())
     found: dict[str, Weights] = {}
     keys: dict[str, list[str]] = {}
+    silent: list[str] = []  # the layers whose options the configuration does not tell
     # Layers that the configuration does not list come last.
-    for place in sorted(layers, key=lambda place: (rank.get(place, len(rank)), natural(place))):
+    for place in sorted(layers, key=lambda place: (rank.get(id(told.get(place)), len(rank)), natural(place))):
         ways = sorted(layers[place], key=lambda direction: direction.way == "backward")  # the backward one last
         title = titles[place]
         name = title.own if owners[title.own] == 1 else title.name
         name = place.replace("/", ".") if name in found else name
-        config = known[place].config if place in known and can_tell(known[place].config) else None
+        config = told[place].config if place in told and can_tell(told[place].config) else None
+        if config is None:
+            silent.append(name)
         arrays_of_ways = [[arrays[key] for key in way.keys] for way in ways]
         try:
             found[name] = from_arrays("convert", arrays_of_ways, config, name, slope=slope)
@@ -315,7 +373,40 @@ def gathered(
     rest = {key: array for key, array in arrays.items() if key not in taken}
     left_out = {key for key in rest if key.startswith("optimizer") or "seed_generator" in key}
     notes = [f"{len(left_out)} arrays of the optimizer and of random generators are left out"] if left_out else []
+    if silent and known is not None:
+        names = ", ".join(map(shown, silent[:MOST_NOTES])) + (" and others" if len(silent) > MOST_NOTES else "")
+        notes.append(f"{names}: the file does not tell the options, such as activations, so they are Keras's defaults")
     return found, {plain(key): array for key, array in rest.items() if key not in left_out}, keys, notes
+
+
+def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], legacy: bool) -> dict[str, Known]:
+    """Return what the configuration tells of each layer, by the keys of `layers`; layers that it does not list are left
+    out. legacy: whether the file has the older layout, in which the keys are names, not places."""
+    by_key = {each.name if legacy else each.place: each for each in known}
+    told = {key: by_key[key] for key in layers if key in by_key}
+    if not legacy:
+        return told
+    # In the older layout the names between those of the outermost and of the innermost layer may be others than in the
+    # configuration, so compare these two, by which `ends` has the layers. If several layers have both names, it is the
+    # one whose other names are there, too.
+    ends: dict[tuple[str, str], list[Known]] = {}
+    for each in known:
+        if can_tell(each.config):
+            ends.setdefault((each.path[0], each.path[-1]), []).append(each)
+    for key in layers.keys() - told.keys():
+        outermost, _, inner = layers[key][0].keys[0].partition("//")
+        parts = inner.split("/")[:-1]  # the last part is the array's name
+        # The innermost name that the configuration has.
+        found = next((ends[outermost, part] for part in reversed(parts) if (outermost, part) in ends), [])
+        if len(found) > 1:
+            found = [each for each in found[:MOST_ALIKE] if set(each.path) <= {outermost, *parts}]
+        if len(found) == 1:
+            told[key] = found[0]
+    return told
+
+
+MOST_ALIKE = 8
+"""The most layers with the same outermost and innermost name that are compared: a foreign file may have any number."""
 
 
 def can_tell(config: Mapping[str, Any]) -> bool:

@@ -483,7 +483,7 @@ def weights_of(
         if (layer, way) in stack or not group.numbered:
             return group.title(leaf)
         # The array's layer or direction is missing, and the key would have the number of another.
-        return f"{leaf} of layer {layer}, {WAYS[way]}"
+        return f"{leaf} of layer {layer}, {WAYS[way]}" + (" (the numbers begin at 0)," if not layer else "")
 
     first = next(iter(stack.values()))
     if first.numbered and "weight_ih" in first.keys:  # torch's keys, such as weight_ih_l0
@@ -496,8 +496,10 @@ def weights_of(
         return assembled("convert", directions, torch_title, options)
     # A GRU with a single bias resets before the product. Keras' keys show that; other keys might lack a bias by
     # mistake, unless the file tells the option. is_gru: three gates, so Wh is [3H, H].
-    is_gru = directions[0, 0]["Wh"].shape[0] == 3 * directions[0, 0]["Wh"].shape[1]
-    if is_gru and "bx" in directions[0, 0] and "bh" not in directions[0, 0]:
+    # any_arrays: those of some direction; `assembled` refuses a stack without layer 0.
+    any_arrays = next(iter(directions.values()))
+    is_gru = any_arrays["Wh"].shape[0] == 3 * any_arrays["Wh"].shape[1]
+    if is_gru and "bx" in any_arrays and "bh" not in any_arrays:
         if "kernel" not in first.keys and options.get("reset") != "before":
             rule = f"{first.title('bhn')} must be there, beside {', '.join(first.keys)}"
             fail("convert", f"{rule} (from_ops reads a GRU without it),", "no such key")

@@ -23,6 +23,7 @@ from .weights import (
     Weights,
     as_stored,
     checked,
+    named_layer,
     parameters_of,
     reorder,
     to_mlx,
@@ -176,9 +177,9 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
 def arrays_of(op: str, layer: Any, prefix: str) -> Arrays:
     """Return the arrays of a layer of haste, or of a dict, by their names without the prefix. Only entries whose names
     begin with it are read. Raise ValueError for a layer with zoneout."""
-    if zoneout := getattr(layer, "zoneout", 0):
-        fail(op, "zoneout must be 0, as it is no weight: pass layer.state_dict() and run zoneout yourself,", zoneout)
     found = parameters_of(op, "layer must be a layer of haste_pytorch or a dict of arrays", layer, prefix)
+    if zoneout := getattr(named_layer(layer, prefix), "zoneout", 0):
+        fail(op, "zoneout must be 0, as it is no weight: pass layer.state_dict() and run zoneout yourself,", zoneout)
     return {key[len(prefix) :]: to_mlx(array) for key, array in found.items()}
 
 

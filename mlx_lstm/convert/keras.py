@@ -209,8 +209,10 @@ def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) ->
     r = activation("recurrent_activation", "sigmoid")
     if kind == "lstm":
         return LSTMCell(activations=(r, r, a, r, a))  # of i, f, g, o and the output
-    # Activations of r, z, n. reset_after: the reset gate multiplies the recurrent product, not h.
-    return GRUCell(activations=(r, r, a), reset="after" if config["config"].get("reset_after", True) else "before")
+    # Activations of r, z, n. reset_after: the reset gate multiplies the recurrent product, not h. Versions of Keras
+    # before this option had the formula of reset_after=False, and a CuDNNGRU always has that of True.
+    after = config["config"].get("reset_after", config["class_name"] == "CuDNNGRU")
+    return GRUCell(activations=(r, r, a), reset="after" if after else "before")
 
 
 def direction(

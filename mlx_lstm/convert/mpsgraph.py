@@ -125,7 +125,8 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
     the default.
 
     The gates have Apple's default order, i, f, z, o or z, r, o. `mpsgraph.LSTMDescriptor(**properties)` makes the
-    descriptor of an LSTM.
+    descriptor of an LSTM. A descriptor does not hold the option output_peephole, nor the slope of hard_sigmoid: pass
+    the keywords `output_peephole` and `hard_sigmoid` to `from_mpsgraph` and to the functions of `mlx_lstm.mpsgraph`.
 
     Returns:
         tuple: (list of dict by Apple's names, dict of properties).

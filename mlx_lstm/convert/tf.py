@@ -117,6 +117,8 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
         "b": reorder(whole_bias(cell, arrays), OURS["lstm"], TF[order]),
     }
     if "peephole" in arrays:
+        if cell.output_peephole != "current":
+            fail(op, "output_peephole must be 'current', as in the block ops,", repr(cell.output_peephole))
         parts = peepholes(op, arrays, "the ops do not")  # by gate; the text is for a candidate with a peephole
         arguments |= {name: parts[gate] for gate, name in PEEPHOLES.items()}
     return arguments | {"forget_bias": cell.forget_bias, "cell_clip": cell.cell_clip}

@@ -18,7 +18,19 @@ import mlx.core as mx
 from ..engines.problem import Arrays
 from ..ground.checks import fail
 from ..ground.files import shown
-from .weights import OF_GATES, Format, Title, Weights, as_stored, cell_of, checked, parameters_of, to_mlx, two_biases
+from .weights import (
+    OF_GATES,
+    Format,
+    Title,
+    Weights,
+    as_stored,
+    cell_of,
+    checked,
+    named_layer,
+    parameters_of,
+    to_mlx,
+    two_biases,
+)
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
 """torch's names of arrays, in torch's order, and the names in `Weights`."""
@@ -39,7 +51,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     Any number of layers, both directions, a projection, and layers without a bias are read.
 
     Args:
-        arrays: a layer or cell of torch or of `mlx_lstm.torch`, or a dict of arrays by torch's names: a `state_dict`.
+        arrays: a layer or cell of torch or of `mlx_lstm.torch`; a whole model of torch, with a prefix; or a dict of
+            arrays by torch's names: a `state_dict`.
         prefix (str): read only the keys that begin with it, such as `"encoder.lstm."`. Default: all keys.
         nonlinearity (str): the nonlinearity of a plain RNN in a dict of arrays; a layer has it as an attribute.
             Default: `"tanh"`.
@@ -59,11 +72,12 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         (4,)
     """
     op = "from_torch"
-    nonlinearity = getattr(arrays, "nonlinearity", nonlinearity)
     rule = "arrays must be a layer or a dict of arrays (of a file: mx.load(file), or convert.read(file).layers)"
     whole = parameters_of(op, rule, arrays)  # all entries of the layer or dict
-    check_forward(op, arrays)
-    arrays = parameters_of(op, rule, arrays, prefix)
+    selected = parameters_of(op, rule, arrays, prefix)
+    layer, arrays = named_layer(arrays, prefix), selected
+    nonlinearity = getattr(layer, "nonlinearity", nonlinearity)
+    check_forward(op, layer)
     check_prefix(op, whole, arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}  # by (layer, direction), the arrays by name
     # The names of a cell have no layer and no direction. Then both groups of the pattern are empty.

@@ -152,7 +152,8 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
     """
     if not isinstance(prefix, str):
         fail(op, "prefix must be a str", repr(prefix))
-    class_of(op, "the layer", layer)  # raises ValueError for a subclass that may compute something else
+    # Raise ValueError for a subclass that may compute something else.
+    class_of(op, "the layer", named_layer(layer, prefix))
     for method in ("state_dict", "parameters"):
         if hasattr(layer, method):
             layer = getattr(layer, method)()
@@ -160,6 +161,14 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
     if not isinstance(layer, Mapping):
         fail(op, rule, type(layer).__name__)
     return {key: value for key, value in layer.items() if key.startswith(prefix)}
+
+
+def named_layer(module: Any, prefix: str) -> Any:
+    """Return the layer of a whole model that a prefix such as "encoder.lstm." names: its attributes are the options
+    that no array shows. With an empty prefix it is the model itself; in a dict of arrays there is none, and None."""
+    for name in prefix.split(".")[:-1]:
+        module = getattr(module, name, None)
+    return module
 
 
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:

@@ -112,7 +112,8 @@ def to_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
     """Convert an array of NumPy to an MLX array of floats. MLX takes no reversed view, no other byte order and no long
     double; NumPy converts them first, as on the engine `numpy`."""
     with np.errstate(all="ignore"):
-        return mx.array(np.ascontiguousarray(array, np.float64 if dtype == mx.float64 else np.float32), dtype)
+        # np.array copies; np.ascontiguousarray would return a reversed view of a single number as it is.
+        return mx.array(np.array(array, np.float64 if dtype == mx.float64 else np.float32, order="C"), dtype)
 
 
 def zero_states(launch: Launch) -> Arrays:

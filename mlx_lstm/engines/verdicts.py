@@ -94,7 +94,8 @@ def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
 def keeping_of(reason: str) -> str:
     """Return how long `verdicts.json` keeps the latest verdict with this reason, in words for a warning: "always", "for
     a week", "for a day", or "" if only this process obeys it. A caller that warns knows the reason, but no trial."""
-    kept = next((one for one in reversed(_known.values()) if one.reason == reason), None)
+    known = list(_known.values())  # a copy: another thread may add a verdict
+    kept = next((one for one in reversed(known) if one.reason == reason), None)
     if kept is None or kept.until == 0.0:  # 1970: no other process obeys such a verdict
         return ""
     if kept.until is None:
@@ -137,11 +138,11 @@ def written(kept: Kept) -> str | dict[str, Any]:
 
 
 def kept_of(value: Any) -> Kept:
-    """Return the verdict from which `written` made this value. Raise TypeError or ValueError if it is no such value. A
-    verdict that counts always is a text, so a dict has a time `until`."""
+    """Return the verdict from which `written` made this value. Raise an error that `read` expects if it is no such
+    value. A verdict that counts always is a text, so a dict has a time `until`."""
     if isinstance(value, str):
         return Kept(value)
     kept = Kept(**value)
     if not (isinstance(kept.reason, str) and isinstance(kept.until, int | float) and isinstance(kept.processes, int)):
         raise ValueError("a verdict is a text, or has a reason, a time and a number of processes")
-    return kept
+    return kept._replace(until=float(kept.until))  # OverflowError: an integer that no clock gives
