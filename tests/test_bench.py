@@ -239,14 +239,6 @@ def test_a_compilers_errors_are_printed_and_the_others_measured(planted, capfd):
     assert sum("error" in line.lower() or "pipeline" in line or "aborts" in line for line in lines) <= 2 * 25
 
 
-@pytest.mark.not_on_a_mac("it has a GPU")
-def test_a_device_that_is_not_there(planted, capsys):
-    arguments = ["--sizes", str(TINY), "--passes", "backward", *FEW[:-1], "gpu"]
-    assert main([*arguments, "--contenders", "ours", "planted:RIGHT"]) == 1
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "Cannot set gpu device" in said.err and "\nright " in said.out
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -497,7 +489,7 @@ def test_wrong_options(arguments, said, capsys):
     assert end.value.code == 2 and said in printed and printed.count("\n") == 1
 
 
-def test_no_gpu(monkeypatch, capsys):
+def test_a_device_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(mx, "is_available", lambda device: device == mx.cpu)
     with pytest.raises(SystemExit) as end:
