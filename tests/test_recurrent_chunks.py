@@ -334,7 +334,20 @@ class Holder:
         return h, self.scale * mx.tanh(x + h)
 
 
+class Counting(nn.Module):
+    """A module that assigns an array to itself at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(H, H)
+
+    def step(self, x, h):
+        self.count = mx.zeros(1, mx.int32)
+        return h, self.inner(x) + h
+
+
 SETTINGS.weight, SETTINGS.weights, leaky.weight, QUEUE = W, {"all": [W]}, W, deque([W])
+MEANS = nn.BatchNorm(H)
 
 BAD = {
     "a dict of a Python module": (lambda x, h: (h, h @ SETTINGS.weights["all"][0]), "in a module, but got weights"),
@@ -344,6 +357,8 @@ BAD = {
     "a global array": (global_array, "or hold them in a module, but got W"),
     "inside a closure": (capturing({"recurrent": [W]}), "in a module, but got inner.arrays.recurrent.0"),
     "an object's": (Holder().step, "or hold them in a module, but got self.scale"),
+    "assigned": (Counting().step, "must not assign arrays to a module with checkpoint_every.*but got Counting.count"),
+    "running means": (lambda x, h: (h, MEANS(x) + h), "assign arrays to a module .*but got BatchNorm.running_mean"),
     "no number": (lambda x, h: (h, h), "checkpoint_every must be a number of steps of at least 1", 0),
 }
 
