@@ -194,12 +194,17 @@ def ways_to_capture(cell):
 
         return settings_of_steps.cell(x, h)
 
+    def by_a_function_of_the_library(x, h):
+        outputs, last = recurrent(cell, x[None], h)
+        return outputs[0], last
+
     Settings.cell = SETTINGS.cell = Calling.cell = cell
     weak, queue = ref(cell), deque([cell])
     sys.modules["settings_of_steps"] = SETTINGS
 
     return {
         "an import": by_import,
+        "a function of the library": by_a_function_of_the_library,
         "a class whose `__call__` runs a layer": Calling().step,
         "[]": lambda x, h: calling[0](x, h),
         "a weak reference": lambda x, h: weak()(x, h),

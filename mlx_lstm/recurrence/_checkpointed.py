@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..engines.captures import held_by, reached, variables_of
+from ..engines.captures import held_by, is_own, reached, variables_of
 from ..engines.tracing import custom_function, vjp
 from ..ground.checks import fail
 
@@ -224,7 +224,8 @@ def captured_modules(step: Any) -> list[nn.Module]:
         if it contains an array of floats. `name`: what the error text calls the object. depth: how many objects lie
         between; the user's function itself has 0. DEEPEST: the deepest that is searched."""
         # A class or a Python module holds much that the step does not use: `reached` below finds what it uses of them.
-        if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)):
+        # This package's own functions hold nothing of the user's.
+        if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)) or is_own(value):
             return
         seen.add(id(value))
         if isinstance(value, nn.Module):
