@@ -576,6 +576,9 @@ def test_what_onnx_has_and_ours_not():
             convert.from_onnx("LSTM", **arrays)
 
 
+BOTH_SLOPES = ("hard_sigmoid",) * 2 + ("hard_sigmoid_sixth", "hard_sigmoid", "tanh")
+
+
 def clipped(weights, **options):
     """Return the weights with changed options of their cell."""
     return weights._replace(cell=weights.cell._replace(**options))
@@ -612,6 +615,8 @@ def test_what_a_format_cannot_hold():
         (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_cudnn, "projection_clip"),
         (clipped(TF, clip_gradient="zero"), convert.to_tf, "clip_gradient must be 'through'"),
         (clipped(TF, output_peephole="previous"), convert.to_tf, "output_peephole must be 'current'"),
+        (PLAIN["rnn"]._replace(reverse=True), convert.to_mlx, "reverse must be False, as layers of MLX run forward"),
+        (clipped(OTHERS["relu"], activations=BOTH_SLOPES), convert.to_mpsgraph, "one slope of hard_sigmoid"),
         (PLAIN["lstm"], convert.to_tf, "one LSTM layer in one direction"),
         (PLAIN["rnn"], convert.to_tf_gru, "one GRU layer"),
     ):
