@@ -990,6 +990,8 @@ def test_files_of_keras(ending, keras):
     assert sorted(np.shape(array) for array in model.rest.values()) == [(2,), (H, 2)]
     note = "head: TimeDistributed(Dense) is mlx.nn.Linear, whose weight is the transposed kernel"
     assert (note in model.notes) == (ending != ".weights.h5")
+    said = any("of_cell: the file does not tell options such as activations" in note for note in model.notes)
+    assert said == (ending == ".weights.h5")
     x = outputs["x"]
     for name in LAYERS:
         weights = model.layers[name]
@@ -1119,7 +1121,7 @@ def test_layers_inside_of_other_layers_of_keras_keep_their_options(ending, tmp_p
     expected |= {"both.backward_rnn.second": {}, "hidden": {}, "old": {"reset": "before"}}
     assert {name: weights.options for name, weights in found.layers.items()} == expected
     assert [note for note in found.notes if "hidden" in note] == found.notes
-    assert "hidden: the file does not tell the options" in found.notes[0]
+    assert "hidden: the file does not tell options" in found.notes[0]
 
 
 @pytest.mark.parametrize(
