@@ -334,9 +334,12 @@ class Holder:
         return h, self.scale * mx.tanh(x + h)
 
 
-SETTINGS.weight = W
+SETTINGS.weight, SETTINGS.weights, leaky.weight, QUEUE = W, {"all": [W]}, W, deque([W])
 
 BAD = {
+    "a dict of a Python module": (lambda x, h: (h, h @ SETTINGS.weights["all"][0]), "in a module, but got weights"),
+    "a function's": (lambda x, h: (h, h @ leaky.weight), "in a module, but got weight"),
+    "in a deque": (lambda x, h: (h, h @ QUEUE[0]), "in a module, but got QUEUE.0"),
     "a Python module's": (lambda x, h: (h, mx.tanh(x + h @ SETTINGS.weight)), "in a module, but got weight"),
     "a global array": (global_array, "or hold them in a module, but got W"),
     "inside a closure": (capturing({"recurrent": [W]}), "in a module, but got inner.arrays.recurrent.0"),

@@ -111,9 +111,9 @@ def reference(value: Any) -> Callable[[], Any]:
 class Captured:
     """What a function captures. key: the numbers, texts and code that it can reach, as a list of values that can be
     compared. arrays: the MLX arrays, of which the key has only shape and dtype. modules: the modules of `mlx.nn`.
-    named: the arrays that are attributes of other objects, of classes and of Python modules, as pairs (attribute,
-    array), without those that a property computes. reads_numbers: whether code that the search finds may read numbers
-    of arrays, for which the key does not suffice.
+    named: the arrays that other objects, classes, functions and Python modules hold in an attribute, as pairs
+    (attribute, array), without those that a property computes. reads_numbers: whether code that the search finds may
+    read numbers of arrays, for which the key does not suffice.
 
     The search follows an attribute of an object or of a Python module only if the code that reads the object contains
     the attribute's name.
@@ -127,7 +127,8 @@ class Captured:
         self.modules: list[nn.Module] = []
         self.named: list[tuple[str, mx.array]] = []
         self.reads_numbers: bool = False
-        self.seen: dict[tuple[int, tuple[str, ...]], Any] = {}  # holds the objects, so that their ids stay theirs
+        self.seen: dict[tuple[int, tuple[str, ...], bool], Any] = {}  # holds the objects, so that their ids stay theirs
+        self.attribute: str | None = None  # the attribute whose list, dict or other container is being searched
         self.partly: bool = partly
         self.visit(function, (), 0)
 
@@ -147,8 +148,9 @@ class Captured:
             # A graph may depend on an array's shape. `cell_tracer.absorb` refuses a graph that contains its numbers.
             self.key.append((mx.array, value.shape, value.dtype))
             self.arrays.append(value)
-        elif (id(value), names) not in self.seen:
-            self.seen[id(value), names] = value
+            self.named += [] if self.attribute is None else [(self.attribute, value)]
+        elif (key := (id(value), names, self.attribute is None)) not in self.seen:
+            self.seen[key] = value
             # An object that was visited with other names is visited again: other attributes of it are followed.
             if depth > DEEPEST or len(self.seen) > MOST:
                 return self.stop()
@@ -163,9 +165,9 @@ class Captured:
         """Search the parts of an object that is not a single value. names: the names in the code that reads the object;
         the search follows no other attributes. depth: how many objects lead from the function to these parts."""
         if isinstance(value, MethodType):
-            self.visit(value.__func__, names, depth)
+            self.within(None, [value.__func__], names, depth)
             code = getattr(value.__func__, "__code__", None)  # a method that Python did not compile has no code
-            self.visit(value.__self__, names_in(code) if code else names, depth)
+            self.within(None, [value.__self__], names_in(code) if code else names, depth)
         elif isinstance(value, partial):
             self.many([value.func, list(value.args), value.keywords], names, depth)
         elif isinstance(value, (list, tuple, set, frozenset)):
@@ -182,7 +184,7 @@ class Captured:
             # and further layers in its items.
             self.modules.append(value)
             self.key.append(type(value))
-            self.many([vars(value), dict(value)], names, depth)
+            self.within(None, [vars(value), dict(value)], names, depth)
         # What is not searched. A method such as `a.append` is made anew at each access but compares equal, so it is a
         # key itself. Other objects may have any kind of ==, so `Itself` compares only which objects they are.
         elif isinstance(value, BuiltinFunctionType):
@@ -205,10 +207,11 @@ class Captured:
         self.reads_numbers |= not NUMBER_READERS.isdisjoint(read)
         if not HIDING_READERS.isdisjoint(read):
             self.stop()
-        self.many([each for _, each in variables_of(value)], read, depth)
-        self.many([value.__defaults__, value.__kwdefaults__], read, depth)
-        self.many(imported_by(value), read, depth)
-        self.many([each for pair in vars(value).items() if pair[0] in names for each in pair], names, depth)
+        variables = [each for _, each in variables_of(value)]
+        self.within(None, [*variables, value.__defaults__, value.__kwdefaults__, *imported_by(value)], read, depth)
+        for name in [name for name in vars(value) if name in names]:
+            self.key.append(name)
+            self.within(name, [vars(value)[name]], names, depth)
 
     def object(self, value: Any, names: tuple[str, ...], depth: int) -> None:
         """Search an object with attributes: an instance, a class or a Python module. names: the names in the code that
@@ -226,10 +229,15 @@ class Captured:
         for name, held in found:
             # named: without the arrays of a module, which is in `modules` itself, and without results of a property.
             is_held = not isinstance(value, nn.Module) and not isinstance(getattr(type(value), name, None), property)
-            self.named += [(name, held)] if isinstance(held, mx.array) and is_held else []
             self.key.append(name)
-            self.visit(held, names, depth)
-        self.many(methods, names, depth)  # last: they may lead to much that the function never reaches
+            self.within(name if is_held else None, [held], names, depth)
+        self.within(None, methods, names, depth)  # last: they may lead to much that the function never reaches
+
+    def within(self, attribute: str | None, values: Any, names: tuple[str, ...], depth: int) -> None:
+        """Search several objects that an object holds in this attribute; None if their arrays are not in `named`."""
+        before, self.attribute = self.attribute, attribute
+        self.many(values, names, depth)
+        self.attribute = before
 
     def many(self, values: Any, names: tuple[str, ...], depth: int) -> None:
         """Search several objects. names, depth: as in `visit`."""

@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..engines.captures import reached, variables_of
+from ..engines.captures import held_by, reached, variables_of
 from ..engines.tracing import custom_function, vjp
 from ..ground.checks import fail
 
@@ -261,6 +261,8 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
         return [*variables_of(value), ("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)]
     if isinstance(value, dict):
         return [(str(key), each) for key, each in value.items()]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset)):
         return [(str(n), each) for n, each in enumerate(value)]
+    if (held := held_by(value)) is not None:
+        return [(str(n), each) for n, each in enumerate(held)]
     return list(getattr(value, "__dict__", {}).items())
