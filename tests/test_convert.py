@@ -764,6 +764,27 @@ def test_other_programs_read_a_file_with_options(tmp_path):
         assert list(file.attrs) == ["model_config"]
 
 
+@pytest.mark.parametrize("ending", [".npz", ".weights.h5"])
+def test_a_note_says_that_options_are_assumed(ending, tmp_path):
+    """A note names the layers whose options neither the file nor the caller tells; other layers have none."""
+    needs("h5py")
+    path, is_npz = tmp_path / f"a{ending}", ending == ".npz"
+    convert.write(path, {"odd": TOLD["rnn"][0], "lstm": PLAIN["one layer"]}, **({"style": "mlx"} if is_npz else {}))
+    assert convert.read(path).notes == []
+    if is_npz:
+        mx.savez(str(path), **mx.load(str(path)))  # without the comment
+        expected = "odd: the file does not tell the activation: tanh is assumed"
+        assert convert.read(path, nonlinearity="relu").notes == []
+    else:
+        import h5py
+
+        with h5py.File(path, "a") as file:
+            del file.attrs["model_config"]
+        expected = "odd, lstm: the file does not tell options such as activations: Keras 3's defaults are assumed"
+    (note,) = convert.read(path).notes
+    assert note.startswith(expected)
+
+
 def test_a_comment_of_a_zip_file(tmp_path):
     """A foreign comment is ignored, a damaged one refused, and one that is too long is not written."""
     path = tmp_path / "a.npz"
