@@ -302,6 +302,14 @@ def maths(a, state):
     return (a[0] * math.exp(state[0][0, 0]),)
 
 
+def maths_of_all(a, state):
+    return (a[0] * math.exp(state[0]),)
+
+
+def larger(a, state):
+    return (max(a[0], state[0]),)
+
+
 REFUSED = {
     product: "product",
     lambda a, state: (a[0] @ mx.ones((3, 3)),): "Matmul",
@@ -309,6 +317,8 @@ REFUSED = {
     attention: r"any other product into a step for mlx_lstm.recurrent\) but got Matmul in attention",
     numpys: r"\(use mx.tanh\) but got np.tanh in numpys, test_cell_graphs.py line \d+: h = np.tanh\(state\[0\]\)",
     maths: r"\(use mx.exp\) but got math.exp in maths, test_cell_graphs.py line \d+",
+    maths_of_all: r"\(use mx.exp\) but got math.exp in maths_of_all, test_cell_graphs.py line \d+",
+    larger: r"a decision on values in larger, test_cell_graphs.py line \d+: return \(max",
     lambda a, state: (nn.relu(mx.array(0.5)) + a[0],): "a compiled function of constants",
     lambda a, state: (nn.relu(mx.full(a[0].shape, -0.5)) + a[0],): "a compiled function of constants",
     lambda a, state: (a[0] * WEIGHTS[0],): "a captured array",

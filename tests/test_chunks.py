@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from assertions import assert_close, assert_within
 from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks, judge, run, split, to_mlx
+from kernel_calls import Path, check, usual_call
 from on_metal import in_turns, on_metal, on_one_engine, options_at
-from test_kernel_paths import Path, check
 
 from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
 from mlx_lstm import nn as ours
@@ -81,21 +81,22 @@ def test_each_option_in_sequences_that_are_cut_for_their_length(option):
         assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
 
 
-# Each cell in each engine, norms, one direction and both, each product, each way of the division. Each call is one of
-# test_kernel_paths.py, so its kernels are compiled once for both files.
+# Each cell, norms, one direction and both, each product, each way of the division, a shorter last chunk. Each call is
+# one of test_kernel_paths.py, so most of its kernels are compiled once for both files: arrays of chunks of three steps
+# have at least 8 elements, too.
 @pytest.mark.parametrize(
     "path, row, every, way",
     [
-        (Path("fused", "lanes", False), "lstm, bare", 4, "evaluated"),
+        (Path("fused", "lanes", True), "lstm", 3, "evaluated"),
         (Path("fused", "matrices", False), "lstm", None, "evaluated"),
-        (Path("fused", "matrices", False), "gru", 4, "lazy"),
-        (Path("fused", "lanes", True), "gru_before", 1, "evaluated"),
-        (Path("fused", "lanes", True), "rnn, norm", 4, "lazy"),
-        (Path("stepwise", "tiles", False), "lstm", 4, "lazy"),
-        (Path("stepwise", "lanes", False), "gru, norm", 5, "evaluated"),
-        (Path("stepwise", "lanes", False), "gru_before, bare", None, "evaluated"),
-        (Path("stepwise", "lanes", True), "rnn, bare", 4, "evaluated"),
-        (Path("stepwise", "packed lanes", True), "lstm", 4, "lazy"),
+        (Path("fused", "lanes", False), "gru", 3, "lazy"),
+        (Path("fused", "lanes", False), "gru_before", 1, "evaluated"),
+        (Path("fused", "lanes", True), "rnn, norm", 3, "lazy"),
+        (Path("stepwise", "tiles", False), "rnn", 4, "lazy"),
+        (Path("stepwise", "lanes", False), "gru, norm", 3, "evaluated"),
+        (Path("stepwise", "tiles", False), "gru_before", None, "evaluated"),
+        (Path("stepwise", "lanes", True), "lstm", 3, "evaluated"),
+        (Path("stepwise", "packed tiles", False), "lstm", 4, "lazy"),
     ],
     ids=str,
 )
@@ -169,23 +170,30 @@ def test_half_precision(option, dtype, engine, way):
         assert_close(name, value, same[name], ref[name])
 
 
-WHOLE = list(product(["plain", "lengths_reverse", "gru", "rnn", "lstm_both"], ENGINES))
-ON_METAL = [("plain", "fused"), ("lengths_reverse", "stepwise")]
-WHOLE = [(*pair, pair in ON_METAL or (pair[1] not in METAL_ENGINES and n % 3 == 0)) for n, pair in enumerate(WHOLE)]
+WHOLE = list(product(["plain", "lengths_reverse", "gru", "rnn", "lstm_both"], ["numpy", "ops"]))
 
 
-@pytest.mark.parametrize(
-    "option, engine", [pytest.param(*pair, marks=[] if turn else pytest.mark.slow) for *pair, turn in WHOLE]
-)
-def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
-    """A sequence divided into several launches gives the same outputs as a single launch: on Metal bit for bit, on
-    other engines up to rounding."""
+@pytest.mark.parametrize("option, engine", every_so_many(WHOLE, 3))
+def test_outputs_are_those_of_one_piece(option, engine):
+    """A sequence divided into several launches gives the same outputs as a single launch, up to rounding."""
     case, _ = draw_away_from_kinks(
         3,
         sizes=(7, 3, 2, 5, 5),
         dtype=np.float32,
         **(OPTIONS | KINDS)[option] | ({"lengths": [7, 2, 0]} if "lengths" in option else {}),
     )
+    # Not bit for bit: BLAS may round a product of fewer rows differently.
+    assert_of_one_piece(case, engine, lambda *given, err_msg: np.testing.assert_allclose(*given, 1e-7, 1e-6))
+
+
+@pytest.mark.parametrize("engine, row, B", [("fused", "gru", 3), ("stepwise", "rnn", 9)])
+def test_outputs_are_those_of_one_piece_to_the_bit(engine, row, B):
+    """On Metal they are the same bit for bit. The kernels are those of test_kernel_paths.py."""
+    case, _ = usual_call(engine, row, (7, B, 2, 12, 12), dtype=np.float32, reverse=row == "rnn")
+    assert_of_one_piece(case, engine, np.testing.assert_array_equal)
+
+
+def assert_of_one_piece(case, engine, same):
     cotangents = {name: np.ones_like(value, np.float32) for name, value in forward(**case).items()}
     with where(engine):
         whole, _ = run(case, engine, np.float32, cotangents)
@@ -193,11 +201,8 @@ def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
         with evaluating("evaluated"), patch.dict(choice.GATES, dict.fromkeys(choice.GATES, 60)):
             long, _ = run(case, engine, np.float32, cotangents)
     for name, value in whole.items():
-        if engine in METAL_ENGINES:
-            np.testing.assert_array_equal(parts[name], value, err_msg=name)
-            np.testing.assert_array_equal(long[name], value, err_msg=name)
-        else:  # not bit for bit: BLAS may round a product of fewer rows differently
-            np.testing.assert_allclose(parts[name], value, atol=1e-6, err_msg=name)
+        same(parts[name], value, err_msg=name)
+        same(long[name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("engine, dtype", [("ops", "float32"), ("numpy", "float16"), ("numpy", "bfloat16")])
@@ -224,7 +229,7 @@ def test_sums_over_chunks_overflow_without_a_warning():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("engine", ["numpy", "ops", "fused"])
+@pytest.mark.parametrize("engine", ["numpy", "ops", pytest.param("fused", marks=pytest.mark.slow)])
 def test_sums_over_chunks_of_16_bits_have_more_digits(engine, way):
     """The gradients of 16-bit weights are added up over chunks in float32. In float16 the sum 2048 + 1 would be
     rounded to 2048. MLX computes the gradients of weights for both Metal engines."""

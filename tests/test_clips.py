@@ -117,7 +117,11 @@ def test_equals_torch_programs_that_clamp(option):
 
 @pytest.mark.parametrize(
     "engine, option",
-    [("fused", "cell_clip, peephole"), ("fused", "cell_clip, previous"), ("stepwise", "both, reverse")],
+    [
+        ("fused", "cell_clip, peephole"),
+        pytest.param("fused", "cell_clip, previous", marks=pytest.mark.slow),
+        ("stepwise", "both, reverse"),
+    ],
 )
 def test_kernels_equal_torch_programs_that_clamp(engine, option):
     """Outputs and gradients of the kernels equal those of a loop in torch with torch.clamp. `fused` has no
@@ -263,7 +267,7 @@ def test_equals_tensorflows_cell(peephole):
         assert_within(name, (outputs | gradients)[name], array.astype(np.float64), 2 * limit[name])
 
 
-@pytest.mark.parametrize("engine", ["numpy", "stepwise"])
+@pytest.mark.parametrize("engine", ["numpy", pytest.param("stepwise", marks=pytest.mark.slow)])
 def test_quantized_weights(engine):
     """Clips that stop gradients work with quantized weights."""
     options = {"projection": True, "cell_clip": 0.3, "projection_clip": 0.15, "clip_gradient": "zero"}

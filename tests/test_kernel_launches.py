@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import METAL, draw, draw_cotangents, run, to_mlx
+from kernel_calls import usual_call
 from kernel_texts import name_of, noted
 from metal_emulator.lowering import blank_comments, matching, split_top_level
 from metal_emulator.source_lines import map_lines
@@ -35,26 +36,24 @@ from mlx_lstm.recurrence import unguarded
 # --- Thread counts and kernel names ----------------------------------------------------------------------------------
 
 
-LAYERS = {
-    "fused": ({"op": "lstm", "peephole": True, "bidirectional": True}, 3),
-    "fused_gru": ({"op": "gru"}, 18),
-    "fused_gru_before": ({"op": "gru", "reset": "before"}, 40),
-    "stepwise": ({"op": "lstm", "peephole": True, "projection": True}, 18),
-    "stepwise_gru_both": ({"op": "gru", "bidirectional": True}, 3),
-}
-"""{name: (options, B)}. Together they have every kind of product, and every number of sequences per threadgroup."""
+# (engine, row of ROWS, batch size, other options). Together they have products in lanes and in tiles, and every number
+# of sequences per threadgroup.
+LAYERS = [
+    ("fused", "lstm, bare", 3, {"bidirectional": True}),
+    ("fused", "gru", 18, {}),
+    ("fused", "gru_before", 40, {}),
+    ("stepwise", "lstm", 18, {}),
+    ("stepwise", "gru", 3, {"bidirectional": True}),
+]
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_order_of_threads_does_not_change_a_bit(layer):
-    rng, (own, B) = np.random.default_rng(7), LAYERS[layer]
-    options = {"mask": ("P",), "lengths": rng.integers(0, 4, B), **own}
-    case = draw(rng, sizes=(3, B, 2, 10, 4), dtype=np.float32, **options)
-    cotangents = draw_cotangents(rng, forward(**case), np.float32)
+@pytest.mark.parametrize("engine, row, B, options", LAYERS)
+def test_the_order_of_threads_does_not_change_a_bit(engine, row, B, options):
+    case, cotangents = usual_call(engine, row, (3, B, 2, 12, 13), dtype=np.float32, **options)
     seen = []
     for order in ("forward", "reverse", "random", "random"):
         with on_metal(order=order, seed=len(seen)):
-            seen.append(run(case, layer.partition("_")[0], np.float32, cotangents))
+            seen.append(run(case, engine, np.float32, cotangents))
     for outputs, gradients in seen[1:]:
         for name, value in (outputs | gradients).items():
             np.testing.assert_array_equal(value, (seen[0][0] | seen[0][1])[name], err_msg=name)
@@ -369,9 +368,7 @@ def test_a_step_back_has_threadgroups_for_many_cores(D):
 
 
 COUNTED = {
-    "plain": {},
-    "mask and peephole": {"mask": (64, 2, "P"), "peephole": True},
-    "both": {"bidirectional": True},
+    "mask and peephole": {"mask": (64, 2, "P"), "peephole": True, "bidirectional": True},
     "gru": {"op": "gru"},
     "gru_before_both": {"op": "gru", "reset": "before", "bidirectional": True, "mask": (64, 2, "P")},
     "rnn": {"op": "rnn"},
@@ -437,7 +434,7 @@ def exported_kernels(engine, arrays, path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_second_and_forward_mode_derivatives_are_refused(engine):
-    case = draw(np.random.default_rng(0), dtype=np.float32)
+    case = draw(np.random.default_rng(0), sizes=(4, 2, 3, 9, 9), dtype=np.float32)
     x, Wx, Wh = (to_mlx(case[name], np.float32) for name in ("x", "Wx", "Wh"))
 
     def of_Wh(Wh):
@@ -459,8 +456,8 @@ def test_metal_kernel_is_called_in_one_place():
 def test_fused_writes_no_gates_in_inference():
     """With training=False, the forward pass of `fused` does not write the gates. If a gradient is requested
     nevertheless, a second forward pass computes them."""
-    case = draw(np.random.default_rng(0), dtype=np.float32)
-    cotangents = {"h": np.ones((4, 2, 2), np.float32)}
+    case = draw(np.random.default_rng(0), sizes=(4, 2, 3, 9, 9), dtype=np.float32, h0=None, c0=None)
+    cotangents = {"h": np.ones((4, 2, 9), np.float32)}
     with on_metal() as log:
         _, inference = run(case | {"training": False}, "fused", np.float32, cotangents)
         sweeps = [launch.source for launch in log if re.search("fused_(for|back)ward", launch.name)]

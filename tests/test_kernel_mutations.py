@@ -116,7 +116,7 @@ OF_OWN_CELLS = ("stepwise_forward", "stepwise_backward", "stepwise_rows", "fused
 """Shader files with code that only cells given as a Python function use, besides the files pointwise*.metal."""
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
-QUICK = ("fused_backward",)
+QUICK = ("stepwise_lanes",)
 """The files whose barriers the default tests remove. For each other file with barriers a slow test removes them."""
 
 # Damages that change no result, so that no test can notice them. The comment above an entry, or above several entries,

@@ -28,16 +28,14 @@ from cases import (
 )
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from kernel_calls import usual_call
 from on_metal import (
     BATCHES,
-    can_run,
     in_turns,
     matrices_from,
     on_metal,
     on_one_engine,
     options_at,
-    pairs,
-    rows_from,
 )
 
 from mlx_lstm.engines import METAL_ENGINES
@@ -98,22 +96,6 @@ def with_engine(engine, drawn):
 
 UNBOUNDED = ("relu_gates", "identity_gates")
 TILED = ("plain", "mask_0", "peephole_current", "lengths_reverse", "projection")
-# Each engine with few and with many items, and each cell.
-HALF = [("stepwise", "projection", 9), ("fused", "gru_mask_0", 9)]
-HALF += [("stepwise", "rnn_lengths", 2), ("fused", "peephole_current", 2)]
-
-
-def other_half(name):
-    """Return the 16-bit dtype for the case called `name`. test_kernel_paths.py runs every option of the case's cell in
-    the other 16-bit dtype."""
-    return "float16" if name.startswith("rnn") else "bfloat16"
-
-
-@pytest.mark.parametrize("engine, option, B", HALF)
-def test_half_precision_of_few_and_many_items(engine, option, B):
-    """16-bit results are right with a batch of 2 and of 9. With 9 items `stepwise` computes matrix products by tiles,
-    and `fused` computes them by 8 x 8 matrices."""
-    check_half(engine, options_at(option, B), B, other_half(option))
 
 
 def half_batch(n, engine, option):
@@ -143,139 +125,79 @@ def check_half(engine, options, B, word):
     assert_right(engine, outputs, gradients, ref, limit, dtype)
 
 
-# Each output has a cotangent in one of the calls and none in the two others. The first one is the usual loss.
-@pytest.mark.parametrize("outputs", [("h",), ("c", "hT"), ("gates", "cT")], ids=" ".join)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_some_outputs_alone(engine, outputs):
-    """Gradients are right when only one or two outputs have a cotangent."""
-    case, cotangents = draw_away_from_kinks(
-        2, mask=("P",), peephole=True, lengths=[3, 0], projection=engine == "stepwise"
-    )
+# Each output has a cotangent in one of the calls and none in the other. Many other tests have a loss of h alone.
+@pytest.mark.parametrize("outputs", [("h", "cT"), ("c", "gates", "hT")], ids=" ".join)
+@pytest.mark.parametrize("engine, row, B", [("fused", "lstm, bare", 3), ("stepwise", "lstm", 9)])
+def test_some_outputs_alone(engine, row, B, outputs):
+    """Gradients are right when only two or three outputs have a cotangent."""
+    case, cotangents = usual_call(engine, row, (6, B, 2, 12, 13))
     check(case, engine, {output: cotangents[output] for output in outputs})
 
 
+ONE, FEW = (1, 1, 1, 1, 1), (2, 1, 1, 3, 2)
 SHAPES = [
-    # (time steps T, batch size B, input size I, hidden size H, projection size P)
-    (1, 1, 1, 1, 1),
-    (3, 4, 2, 33, 7),
-    (2, 8, 3, 33, 7),
-    (2, 17, 2, 33, 7),
-    (2, 33, 2, 33, 7),
-    (2, 66, 2, 5, 3),
-    (2, 2, 2, 100, 3),
+    # (engine, (time steps T, batch size B, input size I, hidden size H, projection size P)). The batch sizes of
+    # `stepwise` are one of each tile.
+    ("fused", ONE),
+    ("fused", (2, 33, 2, 33, 7)),
+    ("fused", (3, 2, 2, 101, 3)),
+    ("stepwise", (2, 1, 1, 1, 1)),
+    ("stepwise", (3, 3, 2, 101, 7)),
+    ("stepwise", (2, 8, 3, 33, 7)),
+    ("stepwise", (2, 33, 2, 33, 7)),
 ]
 
 
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine, sizes", SHAPES, ids=str)
 def test_odd_shapes(engine, sizes):
     """Results are right for sizes of one, prime sizes, sizes one larger than a tile, and arrays of fewer than 8
-    elements. The batch sizes cover every number of sequences that one threadgroup computes. Several of them have the
-    same H, because each H compiles other kernels."""
-    T, B = sizes[:2]
-    options = {"mask": (T, B, "P"), "peephole": True, "reverse": True, "projection": engine == "stepwise"}
-    check(*with_engine(engine, draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=sizes, **options)))
+    elements, which MLX binds in Metal's constant address space."""
+    check(*with_engine(engine, usual_call(engine, "lstm", sizes, reverse=True)))
 
 
-ONE, LARGER_THAN_A_TILE, MANY_ITEMS = (1, 1, 1, 1, 1), (3, 4, 2, 33, 7), (2, 66, 2, 5, 3)
-LAYERS = {
-    "lstm": {"peephole": True},
-    "gru": {"op": "gru"},
-    "gru_before": {"op": "gru", "reset": "before"},
-    "rnn": {"op": "rnn"},
-}
-
-
-# A GRU has most kinds of products and of carried arrays. test_kernel_paths.py runs both directions of each cell.
 @pytest.mark.parametrize(
-    "engine, layer, sizes",
-    [
-        ("fused", "lstm", LARGER_THAN_A_TILE),
-        ("fused", "gru", ONE),
-        ("fused", "gru_before", MANY_ITEMS),
-        ("stepwise", "gru", MANY_ITEMS),
-        ("stepwise", "gru_before", ONE),
-    ],
+    "engine, row, sizes",
+    [("fused", "gru", ONE), ("stepwise", "gru", (2, 66, 2, 5, 3)), ("stepwise", "gru_before", ONE)],
 )
-def test_odd_shapes_of_both_directions(engine, layer, sizes):
-    options = {"mask": (*sizes[:2], "P"), "bidirectional": True, **LAYERS[layer]}
-    check(*with_engine(engine, draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=sizes, **options)))
+def test_odd_shapes_of_both_directions(engine, row, sizes):
+    """A GRU has most kinds of products and of carried arrays."""
+    check(*with_engine(engine, usual_call(engine, row, sizes, bidirectional=True)))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 2, 2, 1), (2, 1, 1, 3, 2)], ids=str)
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_projection_of_few_numbers(sizes, way):
-    """A projection is right when its arrays have fewer than 8 elements, which MLX binds in Metal's constant address
-    space. The case has no other options, so that the gradients need few launches."""
-    check(*with_engine("stepwise", draw_away_from_kinks(3, sizes=sizes, projection=True, **way)))
+def test_a_projection_of_few_numbers():
+    """A projection is right when only some of its arrays have fewer than 8 elements. MLX binds these in Metal's
+    constant address space, which functions of a kernel must not confuse with that of the other arrays."""
+    check(*with_engine("stepwise", usual_call("stepwise", "lstm", FEW)))
 
 
 def test_more_steps_than_arrays_that_a_launch_may_read():
     """`stepwise` is right for long sequences. Each step writes one array, but a launch can read only a limited
     number of arrays. Therefore other launches concatenate arrays of earlier steps during the pass; two threadgroups
     concatenate long arrays. The rare calls of test_kernel_paths.py do so with every option."""
-    drawn = draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=(30, 9, 2, 15, 15), op="rnn")
-    _, log = check(*with_engine("stepwise", drawn))
+    _, log = check(*with_engine("stepwise", usual_call("stepwise", "rnn", (30, 9, 2, 15, 15))))
     joining = [launch for launch in log if "_joining" in launch.name]
     steps = [launch for launch in log if launch.name.startswith("rnn_stepwise_forward") and launch not in joining]
     assert joining and joining[0].grid[0] == steps[0].grid[0] + 2 * joining[0].threadgroup[0]
 
 
-@pytest.mark.parametrize(
-    "sizes, dtype, options",
-    [
-        # The options of `test_odd_shapes`, so that both use the same kernels.
-        (
-            (2, 9, 2, 161, 128),
-            np.float32,
-            {"projection": True, "peephole": True, "mask": (2, 9, "P"), "reverse": True},
-        ),
-        ((2, 8, 2, 260, 260), ml_dtypes.bfloat16, {"op": "rnn"}),
-    ],
-    ids=["projection", "rnn"],
-)
-def test_long_products_of_many_items(sizes, dtype, options):
+@pytest.mark.parametrize("row, sizes", [("lstm", (2, 9, 2, 161, 128)), ("rnn", (2, 8, 2, 260, 260))])
+def test_long_products_of_many_items(row, sizes):
     """Results of `stepwise` are right if a product has more than 128 terms. With at least 8 batch items the product
     takes 128 terms at a time, and then the remaining terms."""
-    case, cotangents = draw_away_from_kinks(6, sizes=sizes, dtype=dtype, **options)
-    ref, limit = judge(case, dtype, cotangents)
-    with on_metal():
-        outputs, gradients = run(case, "stepwise", dtype, cotangents)
-    assert_right("stepwise", outputs, gradients, ref, limit, dtype)
+    check(*with_engine("stepwise", usual_call("stepwise", row, sizes)))
 
 
-@pytest.mark.parametrize(
-    "sizes, dtype",
-    [((2, 1, 1, 1, 1), np.float32), ((24, 9, 2, 5, 5), np.float16)],
-    ids=str,
-)
-def test_rows_that_the_forward_pass_keeps(sizes, dtype):
+def test_rows_that_the_forward_pass_keeps():
     """The gradients of `stepwise` are right if the caller does not ask for the gates of an LSTM. The forward pass then
     does not copy the gates into one array. The backward pass reads them from the arrays of single steps, and from
     arrays that launches have concatenated from several steps."""
-    T, B = sizes[:2]
-    options = {"bidirectional": True, "peephole": True, "lengths": np.arange(B) * 7 % (T + 1), "mask": (T, B, "P")}
-    case, cotangents = draw_away_from_kinks(8, sizes=sizes, dtype=dtype, **options)
-    cotangents = {name: value for name, value in cotangents.items() if name != "gates"}
-    ref, limit = judge(case, dtype, cotangents)
-    with on_metal() as log:
-        outputs, gradients = run(case, "stepwise", dtype, cotangents)
-    assert_right("stepwise", outputs, gradients, ref, limit, dtype)
+    case, cotangents = usual_call("stepwise", "lstm", (24, 3, 2, 5, 5), **ENDS_ONLY, bidirectional=True)
+    _, log = check(case, "stepwise", {name: value for name, value in cotangents.items() if name != "gates"})
     assert not any(" gates [[buffer" in launch.source for launch in log)
 
 
-def test_arrays_too_large_for_indices_of_32_bits():
-    """64-bit indices give bit for bit the same results as 32-bit indices. test_kernel_paths.py compares those of every
-    cell with the oracle."""
-    case, cotangents = draw_away_from_kinks(
-        3, ROUNDING_MARGIN, sizes=(7, 3, 2, 5, 5), op="gru", lengths=[7, 2, 0], mask=(7, 3, "P")
-    )
-    short = check(case, "stepwise", cotangents)[0]
-    with limited(index=1):
-        long, log = check(case, "stepwise", cotangents)
-    assert all("__64" in launch.name for launch in log if "stepwise" in launch.name)
-    for name, value in short.items():
-        np.testing.assert_array_equal(value, long[name], err_msg=name)
+ENDS_ONLY = {"projection": False, "projection_clip": None, "mask": None, "keep": False, "peephole": False}
+"""What an LSTM of `usual_call` lacks in some tests, which are those of `lengths` alone."""
 
 
 def found_on_metal(shaders, body, count, inputs):
@@ -330,10 +252,13 @@ between_steps<false>(sweep, {G}, {H}, next);
     assert found_on_metal(("arrays", "cell", "fused"), body, 6, {"piece": [0] * 8}) == expected
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+# Both engines call the same functions for activations and clips.
 @pytest.mark.parametrize(
-    "options",
-    [{"activations": ("hard_sigmoid",) * 5}, {"activations": ("relu",) * 5, "cell_clip": 0.5}],
+    "engine, options",
+    [
+        ("fused", {"activations": ("hard_sigmoid",) * 5}),
+        ("stepwise", {"activations": ("relu",) * 5, "cell_clip": 0.5}),
+    ],
     ids=["hard_sigmoid", "relu and a clip"],
 )
 def test_nan_stays_nan(engine, options):
@@ -346,12 +271,12 @@ def test_nan_stays_nan(engine, options):
         assert np.isnan(value[1:, 0]).all() and np.isfinite(value[0]).all() and np.isfinite(value[:, 1]).all()
 
 
-@pytest.mark.parametrize("H, dtype", [(128, np.float32), (200, np.float16)])
-def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
-    layer = kernels_fused.LayerSize(LSTMCell(), 2, H, np.dtype(dtype).itemsize)
-    tiling = kernels_fused.fused_tiling(layer, backward=False)
-    assert tiling.resident_part < 1
-    rng = np.random.default_rng(0)
+def test_fused_with_weights_that_do_not_fit_in_registers():
+    """`test_odd_shapes` has such weights in float32."""
+    H, dtype, rng = 200, np.float16, np.random.default_rng(0)
+    for of, itemsize in ((101, 4), (H, 2)):
+        layer = kernels_fused.LayerSize(LSTMCell(), 2, of, itemsize)
+        assert kernels_fused.fused_tiling(layer, backward=False).resident_part < 1
     case = draw(rng, sizes=(2, 2, 2, H, H), dtype=dtype)
     case |= {"Wh": (case["Wh"] / np.sqrt(H).astype(dtype)).astype(dtype)}
     cotangents = draw_cotangents(rng, forward(**case), dtype)
@@ -406,13 +331,13 @@ def judge_each_element(case, engine):
 
 @pytest.mark.parametrize("matrices", [False, True])
 @pytest.mark.parametrize("sweep", kernels_fused.SWEEPS)
-@pytest.mark.parametrize("layer", [*LAYERS, "both"])
+@pytest.mark.parametrize("layer", ["lstm", "gru", "gru_before", "rnn", "both"])
 def test_every_weight_is_arranged_once(layer, sweep, matrices):
     """The library copies the weights into the order in which the `fused` kernel reads them. The copy contains each
     weight of a direction exactly once. All other elements are padding and 0."""
-    cell = {"gru": GRUCell(gate_order="znr"), "gru_before": GRUCell("nrz", reset="before"), "rnn": RNNCell()}
-    cell, D = cell.get(layer, LSTMCell("ofgi")), 2 if layer == "both" else 1
-    for H in (1, 33, 40):
+    cell = {"gru": GRUCell(gate_order="zrn"), "gru_before": GRUCell("zrn", reset="before"), "rnn": RNNCell()}
+    cell, D = cell.get(layer, LSTMCell("ogfi")), 2 if layer == "both" else 1
+    for H in (1, 33, 40) if layer == "lstm" else (33, 40):
         problem = Problem(2, 3, H, H, cell, bidirectional=D == 2)
         Wh = 1 + np.arange(D * cell.gates * H * H, dtype=np.float32).reshape(D, -1, H)
         with on_metal(), matrices_from(1 if matrices else 100):
@@ -421,28 +346,6 @@ def test_every_weight_is_arranged_once(layer, sweep, matrices):
             found = np.sort(of_direction, axis=None)
             np.testing.assert_array_equal(found[found > 0], weights.reshape(-1))
             assert (found >= 0).all()
-
-
-@pytest.mark.parametrize("layer, matrices", [("lstm", False), ("gru", True)])
-def test_wide_indices_change_nothing(layer, matrices):
-    """64-bit indices give bit for bit the same results as 32-bit indices. Only arrays that are too large for a test
-    need 64-bit indices, so the test lowers the limit. test_kernel_paths.py compares those of every cell with the
-    oracle."""
-    options = {"mask": (5, 3, "P"), "lengths": [5, 2, 0], "bidirectional": True, **LAYERS[layer]}
-    case, cotangents = draw_away_from_kinks(4, sizes=(5, 3, 2, 5, 5), dtype=np.float32, **options)
-    found = []
-    for limit, word in ((None, "uint"), (1, "ulong")):
-        with (
-            on_metal() as log,
-            matrices_from(1 if matrices else 100),
-            limited(launch_steps=3, index=limit),
-        ):
-            found.append(run(case, "fused", np.float32, cotangents))
-        sweeps = [launch.source for launch in log if re.search("fused_.*ward", launch.name)]
-        assert len(sweeps) == 4 and all(f"Index = {word};" in source for source in sweeps)
-    for narrow, wide in zip(*found, strict=True):
-        for name in narrow:
-            np.testing.assert_array_equal(narrow[name], wide[name], err_msg=name)
 
 
 def test_indices_are_narrow_as_long_as_they_suffice():
@@ -485,85 +388,82 @@ def test_options_in_many_random_combinations(engine, seed, sizes, op, both, show
         raise
 
 
-# Each cell, each shape, and both buffers for the cells with the most and with the fewest gates.
+# Each cell, each shape, and both buffers for the cell with the most gates.
 @pytest.mark.parametrize(
-    "layer, directions, sizes",
+    "row, directions, sizes",
     [
         ("lstm", 1, (3, 4, 2, 33, 7)),
         ("lstm", 2, (2, 8, 3, 9, 3)),
         ("gru", 2, (2, 5, 3, 40, 9)),
-        ("rnn", 1, (1, 1, 1, 1, 1)),
-        ("rnn", 2, (2, 17, 2, 6, 3)),
+        ("rnn", 1, ONE),
     ],
 )
-def test_odd_shapes_in_matrices(layer, directions, sizes):
+def test_odd_shapes_in_matrices(row, directions, sizes):
     """`fused` with 8 x 8 matrix products is right for odd sizes, which do not fill all matrices. The gradients d of
     the gates are in threadgroup memory, as a double buffer or as a single buffer. The test runs the double buffer
     with one direction and the single buffer with two."""
-    options = {"mask": (*sizes[:2], "P"), "bidirectional": directions == 2, **LAYERS[layer]}
     with (
         matrices_from(1),
         patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if directions == 2 else 32768),
     ):
-        check(*with_engine("fused", draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=sizes, **options)))
+        check(*with_engine("fused", usual_call("fused", row, sizes, bidirectional=directions == 2)))
 
 
 def test_wide_batches_run_in_matrices():
     """`fused` multiplies 8 x 8 matrices if there are many sequences for each GPU core."""
-    for sizes, directions in (((2, 129, 2, 5, 3), 1), ((2, 65, 2, 5, 3), 2)):
-        options = {"sizes": sizes, "bidirectional": directions == 2}
+    for B, directions in ((129, 1), (65, 2)):
+        drawn = usual_call("fused", "lstm", (2, B, 2, 12, 12), bidirectional=directions == 2)
         with limited(cores=1):
-            _, log = check(*with_engine("fused", draw_away_from_kinks(3, ROUNDING_MARGIN, **options)))
-        assert ["matrix" in launch.name for launch in log if "arrange" not in launch.name] == [True, False, True]
+            _, log = check(*with_engine("fused", drawn))
+        assert {"matrix" in launch.name for launch in log if re.search("ward", launch.name)} == {True}
+
+
+# {row: batch size}. A batch of 9 runs in matrices below, as do the calls of test_kernel_paths.py with 32-bit indices.
+BATCH = {"lstm": 9, "gru": 3, "gru_before": 3, "rnn": 9}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize(
-    "layer, matrices, lengths",
-    [("lstm", True, [7, 2, 0]), ("gru", False, [7, 2, 0]), ("gru_before", False, None), ("rnn", True, None)],
-)
-def test_fused_in_several_launches(monkeypatch, layer, matrices, lengths, way):
+@pytest.mark.parametrize("row", BATCH)
+def test_fused_in_several_launches(row, way):
     """A launch of three steps begins at an odd step, where the two halves of the buffer of states change places. The
     rare calls of test_kernel_paths.py have several launches with every option, of lanes and of matrices."""
-    monkeypatch.setattr(kernels_fused, "rows_for", rows_from(1 if matrices else 100))
-    options = {"sizes": (7, 3, 2, 5, 5), **LAYERS[layer], **way}
-    options |= {"lengths": lengths, "mask": (7, 3, "P")} if lengths else {"peephole": False}
-    with limited(launch_steps=3):
-        _, log = check(*with_engine("fused", draw_away_from_kinks(4, **options)))
+    drawn = usual_call("fused", row, (7, BATCH[row], 2, 12, 12), **way)
+    with limited(launch_steps=3), matrices_from(9):  # three sequences in both directions count as six
+        _, log = check(*with_engine("fused", drawn))
     sweeps = Counter(
         re.search("arrange|forward|backward", launch.name).group() for launch in log if "fused" in launch.name
     )
     assert sweeps == {"arrange": 2, "forward": 3, "backward": 3}
 
 
-@pytest.mark.parametrize("matrices", [False, True])
-def test_h_is_rounded_to_half_at_every_step(matrices):
+@pytest.mark.parametrize("row, B, word", [("lstm", 3, "float16"), ("gru", 9, "bfloat16")])
+def test_h_is_rounded_to_16_bits_at_every_step(row, B, word):
     """One launch over all steps gives bit for bit the same result as one launch per step. Separate launches pass h
     on in 16 bits, so a launch over all steps must round h to 16 bits at every step, too."""
-    case, found = draw(np.random.default_rng(6), sizes=(7, 3, 2, 5, 5), dtype=np.float16, mask=(7, 3, "P")), []
-    batch = matrices_from(1 if matrices else 100)
+    (case, _), found = usual_call("fused", row, (7, B, 2, 12, 12), dtype=HALVES[word], bidirectional=True), []
     for steps in (1, 100):
-        with on_metal(), batch, limited(launch_steps=steps):
-            found.append(run(case, "fused", np.float16)[0])
+        # 64-bit indices, because test_kernel_paths.py has 16 bits with these.
+        with on_metal(), matrices_from(9), limited(launch_steps=steps, index=1):
+            found.append(run(case, "fused", HALVES[word])[0])
     for name, value in found[0].items():
         np.testing.assert_array_equal(value, found[1][name], err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "engine, layer, way", in_turns([("stepwise", "projection"), *pairs(LAYERS)], WAYS, others=True)
-)
-def test_what_lies_in_the_padding_is_never_used(engine, layer, way):
-    options = {"lengths": [3, 0, 7], **LAYERS.get(layer, {"projection": True}), **way}
-    if not can_run(engine, options):
-        return
-    rng = np.random.default_rng(0)
-    case = draw(rng, sizes=(7, 3, 2, 5, 5), mask=(7, 3, "P"), dtype=np.float32, **options)
-    cotangents = draw_cotangents(rng, forward(**case), np.float32)
-    with on_metal(), matrices_from(2 if way.get("reverse") else 100):
+# (engine, row, batch size). The kernels are those of test_kernel_paths.py. The last call has `lengths` alone, so its
+# backward pass copies x, with 0 in the padding.
+PADDED = [("fused", row, B) for row, B in BATCH.items()]
+PADDED += [("stepwise", row, B) for row, B in (("lstm", 9), ("gru", 3), ("gru_before", 9), ("rnn", 9), ("lstm", 3))]
+
+
+@pytest.mark.parametrize("engine, row, B, way", in_turns(PADDED, WAYS, others=True))
+def test_what_lies_in_the_padding_is_never_used(engine, row, B, way):
+    options = ENDS_ONLY if (engine, row, B) == ("stepwise", "lstm", 3) else {}
+    case, cotangents = usual_call(engine, row, (7, B, 2, 12, 13), dtype=np.float32, **options, **way)
+    with on_metal(), matrices_from(9):
         clean = run(case, engine, np.float32, cotangents)
         spoilt = [cotangents[name] for name in ("h", "c", "gates") if name in cotangents]
-        for array in (case["x"], case["mask"], *spoilt):
-            array[3:, 0], array[:, 1] = np.nan, np.nan
+        for array in (case["x"], *(case[name] for name in ("mask", "keep") if case.get(name) is not None), *spoilt):
+            array[np.arange(7)[:, None] >= case["lengths"]] = np.nan
         spoilt = run(case, engine, np.float32, cotangents)
     for before, after in zip(clean, spoilt, strict=True):
         for name in before:

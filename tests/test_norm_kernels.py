@@ -13,7 +13,7 @@ from quantized_cases import matrix_of
 
 from mlx_lstm import Norm, Quantized, gru, lstm, rnn
 from mlx_lstm.engines.cell_tracer import Counts, traced
-from mlx_lstm.engines.cells import NormOptions, PointwiseCell
+from mlx_lstm.engines.cells import GRUCell, NormOptions, PointwiseCell
 from mlx_lstm.engines.metal import kernel, norms
 from mlx_lstm.engines.metal.stepwise import tile_of
 from mlx_lstm.engines.problem import Problem
@@ -30,15 +30,20 @@ def test_values_and_gradients(engine, name, sizes, options):
     check(engine, CELLS[name], sizes, options)
 
 
-TRIALS = [("fused", "gru each", 0), ("stepwise", "all", 3)]
+# The forward kernels of the first two are those of "gru, norm" in test_kernel_paths.py.
+USUAL = GRUCell(norm=NormOptions("product"), gate_order="zrn", flip_z=True)
+TRIALS = [
+    ("fused", USUAL, 0),
+    ("stepwise", USUAL, 0),
+    pytest.param("stepwise", CELLS["all"], 3, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("engine, name, P", TRIALS)
-def test_trials_accept_the_kernels(engine, name, P):
+@pytest.mark.parametrize("engine, cell, P", TRIALS, ids=["fused", "stepwise", "projection"])
+def test_trials_accept_the_kernels(engine, cell, P):
     """The trial of kernels, before their first use, accepts those of a cell with a norm."""
-    cell, H = CELLS[name], 9
-    arrays = drawn(cell, (20, 3, H, P), {"keep": True}, mx.float32)
-    problem = Problem(T, 20, H, P or H, cell, mx.float32, tuple(arrays))
+    arrays = drawn(cell, (3, 3, 12, P), {"keep": True, "mask": True, "lengths": True, "bhn": True}, mx.float32)
+    problem = Problem(T, 3, 12, P or 12, cell, mx.float32, tuple(arrays), masks_differ=True)
     trial = trial_of(engine, problem)
     assert trial_from(trial.text()) == trial
     with on_metal(), mx.stream(METAL):
@@ -87,10 +92,10 @@ def test_a_trial_refuses_a_norm_with_the_wrong_eps(monkeypatch):
 
 # Calls of the public functions, with options that the engines do not see: (function, norm, options). Sequences in
 # chunks are in test_chunks.py.
+ENDS = {"lengths": mx.array([6, 0, 3, 1]), "hold": np.arange(24).reshape(6, 4) % 3 == 0}
 CALLS = {
-    "lengths": (lstm, Norm("sum", gates="each", c="output"), {"lengths": mx.array([6, 0, 3, 1]), "reverse": True}),
-    "hold": (lstm, Norm("recurrent"), {"hold": np.arange(24).reshape(6, 4) % 3 == 0}),
-    "quantized": (lstm, Norm(c="output"), {"quantized": True}),
+    "lengths, hold": (lstm, Norm("sum", gates="each", c="output"), ENDS | {"reverse": True}),
+    "quantized": (lstm, Norm("sum", gates="each", c="output"), ENDS | {"quantized": True}),
     "evaluation": (gru, Norm(gates="each"), {"training": False}),
     "one step": (rnn, Norm("sum"), {"steps": 1}),
 }

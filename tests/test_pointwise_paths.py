@@ -53,15 +53,6 @@ def cell(a, s, u, v, p):
 """,
         (2, 2, 2, 1),
     ),
-    "three gates": (
-        """
-def cell(a, s, u):
-    r, c, z = a
-    z = mx.sigmoid(z - 1)
-    return z * mx.tanh(mx.sigmoid(r) * c + u) + (1 - z) * s[0]
-""",
-        (3, 1, 1, 0),
-    ),
     "six gates": (
         """
 def cell(a, s, p):
@@ -117,8 +108,9 @@ SCALED, TOGETHER = ("scale", "shift"), "together"
 PATHS = {
     # A launch of 3 steps starts at an odd step, so the two halves of the double buffer change places. `fused` computes
     # 1 row of the batch per threadgroup up to B = 16, 2 up to B = 64, then 4.
-    "1 row, launches, both": Path(
-        "fused", "four gates", (7, 3, 2, 9), {"launch_steps": 3, "index": 0}, EVERY | {"bidirectional": True}
+    "1 row, chunks of launches, both": Path(
+        *("fused", "four gates", (7, 3, 2, 9), {"unchunked": 4, "launch_steps": 3, "index": 0}),
+        EVERY | {"bidirectional": True},
     ),
     "2 rows, launches, reverse": Path(
         *("fused", "apart", (7, 17, 2, 9), {"launch_steps": 3}),
@@ -144,16 +136,8 @@ PATHS = {
         *("fused", "no product", (7, 3, 2, 5), {"launch_steps": 3}),
         {"keep": True, "lengths": True, "bidirectional": True},
     ),
-    "chunks, both": Path(
-        *("fused", "apart", (7, 2, 2, 9), {"unchunked": 3, "index": 0}),
-        EVERY | {"bidirectional": True},
-        mx.bfloat16,
-    ),
-    "joins, lanes, both": Path(
-        *("stepwise", "four gates", (7, 3, 2, 9), {"rows_left": 2, "index": 0}), EVERY | {"bidirectional": True}
-    ),
     "joins, tiles, reverse, 64 bits": Path(
-        *("stepwise", "apart", (6, 9, 2, 9), {"rows_left": 2, "index": 0}),
+        *("stepwise", "apart", (6, 33, 2, 9), {"rows_left": 2, "index": 0}),
         EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True},
         mx.bfloat16,
     ),
@@ -166,12 +150,11 @@ PATHS = {
         {"keep": True, "lengths": True, "bidirectional": True},
         mx.float16,
     ),
-    # The kernels of "joins, lanes, both".
-    "joins in chunks": Path(
+    "joins, lanes, chunks, both": Path(
         *("stepwise", "four gates", (7, 3, 2, 9), {"unchunked": 3, "rows_left": 2, "index": 0}),
         EVERY | {"bidirectional": True},
     ),
-    # Layer normalisation: of all gates or of each one, with one to six gates, so that a lane has one or two of them.
+    # Layer normalisation: of all gates or of each one, with two to six gates, so that a lane has one or two of them.
     "norm of a sum, joins, both": Path(
         *("stepwise", "four gates", (7, 3, 2, 9), {"rows_left": 2, "index": 0}),
         BOTH | {"norm": ("sum", TOGETHER, *SCALED)},
@@ -186,8 +169,9 @@ PATHS = {
         BOTH | {"norm": ("sum", TOGETHER, *SCALED)},
     ),
     "norm of each gate, 2 rows, reverse": Path(
-        *("fused", "apart", (7, 17, 2, 9), {"launch_steps": 3}),
+        *("fused", "five gates apart", (7, 17, 2, 9), {"launch_steps": 3}),
         EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True, "norm": ("recurrent", "each", *SCALED)},
+        mx.float16,
     ),
     "norm of six gates, 4 rows": Path(
         *("fused", "six gates", (3, 65, 2, 5), {}), {"keep": True, "mask": 3, "norm": ("sum", "each", *SCALED)}
@@ -200,21 +184,12 @@ PATHS = {
         {"keep": True, "norm": ("recurrent", "each", "scale")},
         mx.bfloat16,
     ),
-    "norm in 16 bits, both": Path(
-        *("fused", "five gates apart", (4, 2, 2, 6), {"launch_steps": 3}),
-        BOTH | {"norm": ("recurrent", "each")},
-        mx.float16,
-    ),
     "norm of each of thirty gates": Path(
         *("stepwise", "thirty gates", (2, 1, 2, 2), {}), {"norm": ("sum", "each", *SCALED)}
     ),
-    "norm of a wide layer": Path(
-        *("stepwise", "three gates", (3, 2, 2, 300), {}),
-        {"norm": ("sum", TOGETHER, *SCALED), "Wx": None, "lengths": True},
-    ),
-    "norm in 16 bits, step by step": Path(
-        *("stepwise", "five gates apart", (3, 5, 2, 10), {}),
-        EVERY | {"norm": ("recurrent", TOGETHER)},
+    "norm in 16 bits, wide layer": Path(
+        *("stepwise", "apart", (3, 2, 2, 300), {}),
+        EVERY | {"norm": ("recurrent", TOGETHER), "Wx": None},
         mx.float16,
     ),
 }
@@ -407,7 +382,7 @@ def cell(a, s):
 COUNTS = (2, 4, 0, 0)
 LEFT_OUT = {
     ("numpy", "erf"),  # NumPy has no erf: the engine refuses it
-    *(("stepwise", name) for name in ("tanh to atanh", "erf")),
+    *(("stepwise", name) for name in ("tanh to atanh", "exp to rsqrt", "erf")),
 }
 
 
@@ -433,7 +408,7 @@ def test_every_operation_is_in_a_cell():
 @pytest.mark.parametrize("name", OPERATION_CELLS)
 def test_operations_are_right_on_every_engine(name):
     """Each operation and its derivative give the same numbers on each engine. `stepwise` and `fused` get their
-    operations from one table, so `stepwise` runs two of the cells."""
+    operations from one table, so `stepwise` runs one of the cells."""
     judge = Judge(operation_case(name))
     verdicts = {}
     for engine in ENGINES:

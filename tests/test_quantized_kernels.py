@@ -9,67 +9,62 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
+from kernel_calls import Path, fitted, options_of
 from machine_code.times import moved_bytes, ours, packed_shapes
-from on_metal import matrices_from, on_metal, pairs
+from on_metal import matrices_from, on_metal
 from quantized_cases import PACKINGS, check_quantized, quantized_case
 
-from mlx_lstm.engines import choose
-from mlx_lstm.engines.cells import NormOptions
+from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.lab.timing.tasks import Size
 
-# {name: ((group size, bits, mode), (T, B, I, H, P), options)}. By default `fused` runs a case whose name contains its
-# name, and `stepwise` runs each other case. The slow tests run each case on both engines. test_kernel_paths.py runs all
-# options of an LSTM, with a projection and both directions, with nvfp4 on each product.
+# {name: (engine, (group size, bits, mode), (T, B, I, H, P), row of ROWS, other options)}. Most kernels of `stepwise`
+# that read no quantized weights are those of test_kernel_paths.py, which also runs all options of an LSTM, with a
+# projection and both directions, with nvfp4 on each product. The slow tests run each case on the other engine, too.
 CASES = {
-    "3 bits, large tiles, projection": (
-        (32, 3, "affine"),
-        (2, 33, 5, 40, 32),
-        {"projection": True, "quantize": ("Wh",)},
-    ),
-    "5 bits, gru, lengths, fused": ((32, 5, "affine"), (2, 3, 32, 64, 64), {"op": "gru", "lengths": [2, 1, 0]}),
-    "6 bits, gru before, mask, fused": (
-        (64, 6, "affine"),
-        (2, 2, 64, 64, 64),
-        {"op": "gru", "reset": "before", "mask": (2, 2, "P")},
-    ),
-    "8 bits, gru before, tiles": ((32, 8, "affine"), (2, 8, 32, 32, 32), {"op": "gru", "reset": "before"}),
-    "2 bits, rnn, reverse, fused": ((128, 2, "affine"), (2, 8, 128, 128, 128), {"op": "rnn", "reverse": True}),
-    "mxfp4, gru, tiles": ((32, 4, "mxfp4"), (2, 9, 32, 32, 32), {"op": "gru"}),
-    "nvfp4, peephole, fused": ((16, 4, "nvfp4"), (2, 3, 16, 48, 48), {"peephole": True}),
-    "4 bits, norm, fused": (
-        (32, 4, "affine"),
-        (2, 3, 32, 64, 64),
-        {"norm": NormOptions("sum", "each", "state"), "lengths": [2, 1, 0]},
-    ),
-    "6 bits, norm, tiles, projection": (
-        (32, 6, "affine"),
-        (2, 9, 32, 32, 32),
-        {"norm": NormOptions("product", c="output"), "projection": True},
-    ),
-    "4 bits, gru norm, rows": ((32, 4, "affine"), (2, 1, 32, 32, 32), {"op": "gru", "norm": NormOptions()}),
-    "more rows than arrays": ((32, 8, "mxfp8"), (22, 1, 32, 32, 32), {"op": "rnn"}),
+    "3 bits, large tiles": ("stepwise", (32, 3, "affine"), (2, 33, 5, 40, 32), "lstm", {"quantize": ("Wh",)}),
+    "5 bits, gru": ("fused", (32, 5, "affine"), (2, 3, 32, 64, 64), "gru", {"mask": None, "keep": False}),
+    "6 bits, gru before": ("fused", (64, 6, "affine"), (2, 2, 64, 64, 64), "gru_before", {}),
+    "8 bits, gru before, tiles": ("stepwise", (32, 8, "affine"), (2, 8, 32, 32, 32), "gru_before", {}),
+    "2 bits, rnn": ("fused", (128, 2, "affine"), (2, 8, 128, 128, 128), "rnn", {"reverse": True}),
+    "mxfp4, gru, tiles": ("stepwise", (32, 4, "mxfp4"), (2, 9, 32, 32, 32), "gru", {}),
+    "4 bits, norm": ("fused", (32, 4, "affine"), (2, 3, 32, 64, 64), "lstm, norm", {}),
+    "6 bits, gru norm, tiles": ("stepwise", (32, 6, "affine"), (2, 9, 32, 32, 32), "gru, norm", {"lengths": None}),
+    "4 bits, gru norm": ("stepwise", (32, 4, "affine"), (2, 3, 32, 32, 32), "gru, norm", {"lengths": None}),
 }
 
 
 @pytest.mark.parametrize(
     "engine, name",
     [
-        pytest.param(engine, name, marks=[] if (engine == "fused") == ("fused" in name) else pytest.mark.slow)
-        for engine, name in pairs({name: options for name, (_, _, options) in CASES.items()})
+        pytest.param(engine, name, marks=[] if engine == case[0] else pytest.mark.slow)
+        for name, case in CASES.items()
+        for engine in METAL_ENGINES
     ],
 )
 def test_cells_directions_options(engine, name):
-    packing, sizes, options = CASES[name]
+    _, packing, sizes, row, more = CASES[name]
+    options = fitted(options_of(Path(engine, "", False), row) | more, *sizes[:2])
     with on_metal():
         check_quantized(engine, quantized_case(packing, sizes=sizes, **options))
 
 
+EACH = [
+    (32, 1, "affine"),
+    (64, 2, "affine"),
+    (32, 3, "affine"),
+    (128, 4, "affine"),
+    (32, 5, "affine"),
+    (64, 6, "affine"),
+]
+EACH += [(32, 8, "affine"), (32, 4, "mxfp4"), (32, 8, "mxfp8"), (16, 4, "nvfp4")]
+"""Each mode, number of bits and group size."""
+
+
 @pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 @pytest.mark.parametrize(
-    "packing",
-    [pytest.param(p, id=str(p), marks=pytest.mark.slow if p[0] in (64, 128) and p[1] != 4 else []) for p in PACKINGS],
+    "packing", [pytest.param(p, id=str(p), marks=[] if p in EACH else pytest.mark.slow) for p in PACKINGS]
 )
 def test_every_mode_width_and_group_is_read_once_a_step(packing):
     """For a batch of one sequence, a step of `stepwise` reads each byte of quantized weights, scales and biases
@@ -77,7 +72,7 @@ def test_every_mode_width_and_group_is_read_once_a_step(packing):
     group = packing[0]
     H = {16: 48, 32: 64, 64: 64, 128: 128}[group]
     with on_metal(unrolls=True) as log:
-        check_quantized("stepwise", quantized_case(packing, sizes=(2, 1, group, H, H)))
+        check_quantized("stepwise", quantized_case(packing, sizes=(2, 1, group, H, H)), backward=False)
     steps = [launch for launch in log if "stepwise_forward" in launch.name]
     assert len(steps) == 2
     for launch in steps:
@@ -92,7 +87,7 @@ def test_a_tile_reads_each_byte_once(packing, H):
     """For a batch of 8 sequences, one threadgroup of `stepwise` multiplies all of them by its part of the quantized
     weights. So a time step reads each byte of these weights exactly once."""
     with on_metal() as log:
-        check_quantized("stepwise", quantized_case(packing, sizes=(2, 8, packing[0], H, H)))
+        check_quantized("stepwise", quantized_case(packing, sizes=(2, 8, packing[0], H, H)), backward=False)
     for launch in [launch for launch in log if "stepwise_forward" in launch.name]:
         weights = [traffic for name, traffic in launch.traffic.items() if name.startswith("Wh")]
         assert sum(each.bytes_read for each in weights) == sum(each.size for each in weights)
@@ -111,7 +106,7 @@ def test_fused_reads_every_mode_width_and_group_once_a_call(packing):
     read them. The forward kernel then keeps them in registers for all steps."""
     H = {16: 48, 32: 64, 64: 64, 128: 128}[packing[0]]
     with on_metal() as log:
-        check_quantized("fused", quantized_case(packing, sizes=(3, 1, packing[0], H, H)))
+        check_quantized("fused", quantized_case(packing, sizes=(3, 1, packing[0], H, H)), backward=False)
     (arrange,) = (launch for launch in log if "fused_arrange_quantized" in launch.name)
     (sweep,) = (launch for launch in log if "fused_forward" in launch.name)
     for name in ("Wh", "Wh_scales", "Wh_biases")[: 3 if packing[2] == "affine" else 2]:
@@ -126,7 +121,8 @@ def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
     and all other weights once per threadgroup and step. The arrays are float16, for which `fused` never uses matrix
     products with quantized weights."""
     with on_metal() as log, patch.object(fused, "working_registers", lambda *_: 116):
-        check_quantized("fused", quantized_case((32, 4, "affine"), np.float16, (2, B, 32, 64, 64), op=op), np.float16)
+        prepared = quantized_case((32, 4, "affine"), np.float16, (2, B, 32, 64, 64), op=op)
+        check_quantized("fused", prepared, np.float16, backward=False)
     (sweep,) = (launch for launch in log if "fused_forward" in launch.name)
     resident, found = (int(re.search(rf"int {name} = (\d+);", sweep.source)[1]) for name in ("RESIDENT", "ROWS"))
     vectors, read = sweep.traffic["arranged"].size // (16 * sweep.threadgroup[0]), sweep.traffic["arranged"].bytes_read
@@ -138,15 +134,16 @@ def test_a_batch_in_matrices_has_its_weights_unpacked():
     """If `fused` computes a float32 batch with 8 x 8 matrix products, the weights are dequantized before the launch.
     So the kernel that rearranges quantized weights does not run."""
     with on_metal() as log, matrices_from(3):
-        check_quantized("fused", quantized_case((32, 4, "affine"), sizes=(2, 3, 32, 32, 32)))
+        check_quantized("fused", quantized_case((32, 4, "affine"), sizes=(2, 3, 32, 32, 32)), backward=False)
     assert {"fused_arrange_quantized" in launch.name for launch in log} == {False}
 
 
-# Quantized weights next to float16 are in test_kernel_paths.py.
-@pytest.mark.parametrize("engine, B, packing", [("stepwise", 1, (32, 6, "affine")), ("fused", 9, (32, 4, "mxfp4"))])
-def test_bfloat16(engine, B, packing):
+def test_bfloat16():
+    """Scales and biases of 16 bits are right on `stepwise`. A test above has those of `fused`, test_kernel_paths.py has
+    quantized weights without biases next to both 16-bit dtypes."""
+    prepared = quantized_case((32, 6, "affine"), ml_dtypes.bfloat16, (2, 1, 32, 64, 64))
     with on_metal():
-        check_quantized(engine, quantized_case(packing, ml_dtypes.bfloat16, (2, B, 32, 64, 64)), ml_dtypes.bfloat16)
+        check_quantized("stepwise", prepared, ml_dtypes.bfloat16, backward=False)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 They are compared with loops of torch's cells, used inside MLX's transformations, and tested with NaN in values that
 must not be read."""
 
-from contextlib import nullcontext
 from functools import partial
 
 import mlx.core as mx
@@ -10,11 +9,13 @@ import numpy as np
 import pytest
 from assertions import assert_within
 from cases import KINDS, draw, draw_cotangents, run, run_gradients, split, to_mlx, to_numpy
-from on_metal import on_metal
+from kernel_calls import usual_call
+from on_metal import matrices_from, on_metal
 
 import mlx_lstm.nn
 import mlx_lstm.torch
 from mlx_lstm import gru, lstm, lstm_gradients, recurrence, rnn
+from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.oracle import forward
 
 CPU_ENGINES = ("numpy", "ops")
@@ -87,30 +88,38 @@ def test_equals_a_loop_of_torch(op, reverse, holds):
             assert_within(name, value, (outputs | gradients)[name], 1e-13 * 64)
 
 
-# The number of directions changes no kernel, so a Metal engine runs each cell with one of them.
-@pytest.mark.parametrize(
-    "engine, kind",
-    [(engine, kind) for engine in CPU_ENGINES for kind in KINDS]
-    + [("stepwise", kind) for kind in ("lstm", "gru_both", "rnn")]
-    + [("fused", kind) for kind in ("lstm_both", "gru", "rnn_both")],
-)
+@pytest.mark.parametrize("engine", CPU_ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_read_at_held_steps(engine, kind):
     """Values that must not be read may be NaN, and all results stay the same bit for bit. At held steps these values
     are x, masks and the cotangent of gates. After the end of a sequence they are the values of all arrays. The gates
     are 0 at all these steps."""
     rng = np.random.default_rng(0)
-    hold, lengths = held(rng), [T - 1, T, 5]
-    ended = np.arange(T)[:, None] >= lengths
-    case = draw(rng, sizes=SIZES, keep=True, mask=(T, B, "P"), hold=hold, lengths=lengths, **KINDS[kind])
-    cotangents = draw_cotangents(rng, forward(**case))
-    dtype = np.float64 if engine in CPU_ENGINES else np.float32
-    with nullcontext() if engine in CPU_ENGINES else on_metal():
-        clean = run(case, engine, dtype, cotangents), run_gradients(case, engine, dtype, cotangents)
-        for array in (case["x"], case["mask"], cotangents["gates"]):
-            array[hold | ended] = np.nan
-        for array in (case["keep"], *(cotangents[name] for name in ("h", "c") if name in cotangents)):
-            array[ended] = np.nan
-        spoilt = run(case, engine, dtype, cotangents), run_gradients(case, engine, dtype, cotangents)
+    options = {"hold": held(rng), "lengths": [T - 1, T, 5], "keep": True, "mask": (T, B, "P"), **KINDS[kind]}
+    case = draw(rng, sizes=SIZES, **options)
+    assert_same_if_spoilt(engine, case, draw_cotangents(rng, forward(**case)), np.float64)
+
+
+# The kernels of test_kernel_paths.py.
+@pytest.mark.parametrize(
+    "engine, row, B",
+    [(engine, *of) for engine in METAL_ENGINES for of in (("lstm", 9), ("gru", 3), ("rnn", 9))],
+)
+def test_nothing_is_read_at_held_steps_on_metal(engine, row, B):
+    hold = np.arange(T * B).reshape(T, B) % 3 == 1
+    drawn = usual_call(engine, row, (T, B, 2, 12, 13), dtype=np.float32, bidirectional=row == "gru", hold=hold)
+    with on_metal(), matrices_from(9):
+        assert_same_if_spoilt(engine, *drawn, np.float32)
+
+
+def assert_same_if_spoilt(engine, case, cotangents, dtype):
+    hold, ended = np.asarray(case["hold"]), np.arange(T)[:, None] >= case["lengths"]
+    clean = run(case, engine, dtype, cotangents), run_gradients(case, engine, dtype, cotangents)
+    for array in (case["x"], case["mask"], cotangents["gates"]):
+        array[hold | ended] = np.nan
+    for array in (case["keep"], *(cotangents[name] for name in ("h", "c") if name in cotangents)):
+        array[ended] = np.nan
+    spoilt = run(case, engine, dtype, cotangents), run_gradients(case, engine, dtype, cotangents)
     for before, after in zip((*clean[0], clean[1]), (*spoilt[0], spoilt[1]), strict=True):
         for name in before:
             np.testing.assert_array_equal(before[name], after[name], err_msg=name)

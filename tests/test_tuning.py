@@ -27,7 +27,7 @@ from mlx_lstm.ground import machine
 from mlx_lstm.lab.timing.tasks import Size
 
 # Two batch sizes that use the same kernels.
-TINY = Grid(units=(3,), batches=(9, 10), dtypes=("float32", "float16"), steps=2, checked=2, turns=1, seconds=0.0)
+TINY = Grid(units=(9,), batches=(9, 10), dtypes=("float32",), steps=2, checked=2, turns=1, seconds=0.0)
 ENGINES = {"float32": {1: ((4, "stepwise"), (8, "fused")), 16: ((8, "ops"),)}}
 
 
@@ -228,9 +228,9 @@ def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
     with on_metal():
         assert tune(None, TINY) == 0
     printed = capsys.readouterr().out
-    assert f"written to {own_cache}: it counts on this machine" in printed and "float16 B = 9 H = 3:" in printed
+    assert f"written to {own_cache}: it counts on this machine" in printed and "float32 B = 9 H = 9:" in printed
     content = json.loads(own_cache.read_text())
-    assert content["machine"] == tuning.machine() and len(content["measured"]) == 2 * 2
+    assert content["machine"] == tuning.machine() and len(content["measured"]) == 2
     for point in content["measured"]:
         assert point["fused"] > 0 and point["stepwise"] > 0 and point["engine"] in ("fused", "stepwise")
     table = tuning.current()
@@ -247,6 +247,20 @@ def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
 def no_cuts(monkeypatch):
     """Make `tune` skip its measurements of how to divide the work (batch rows per threadgroup, registers left free)."""
     monkeypatch.setattr(tune_module, "best_cut", lambda dtype, B, grid: None)
+
+
+def test_tune_measures_every_dtype(own_cache, monkeypatch, no_cuts):
+    times = {"fused": 1.0, "stepwise": 2.0, "engine": "fused"}
+    monkeypatch.setattr(
+        tune_module,
+        "measure_point",
+        lambda size, dtype, grid: {"dtype": dtype, "B": size.B, "H": size.H, **times},
+    )
+    with on_metal():
+        assert tune(None, TINY._replace(dtypes=("float32", "float16"))) == 0
+    for dtype in (mx.float32, mx.float16):
+        assert tuning.current().preferred(dtype, 9, 9)[0] == "fused"
+    assert {point["dtype"] for point in json.loads(own_cache.read_text())["measured"]} == {"float32", "float16"}
 
 
 @pytest.mark.parametrize(
@@ -303,7 +317,7 @@ def test_a_cut_counts_where_it_is_worth_it(monkeypatch, capsys):
 def test_tune_writes_where_it_is_told_to(tmp_path, own_cache, capsys, no_cuts):
     file = tmp_path / "elsewhere" / "mine.json"
     with on_metal():
-        assert tune(str(file), TINY._replace(dtypes=("float32",))) == 0
+        assert tune(str(file), TINY) == 0
     assert file.exists() and not own_cache.exists()
     assert f"mlx_lstm.engines.tuning.use('{file}')" in capsys.readouterr().out
     assert tuning.current() is PREDICTED
@@ -322,7 +336,7 @@ def test_what_is_wrong_or_fails_is_discarded(monkeypatch, engine, damage, said):
     forward = module.forward
     monkeypatch.setattr(module, "forward", lambda *arguments: damage(forward(*arguments)))
     with on_metal():
-        point = measure_point(Size(2, 2, 3, 3), "float32", TINY)
+        point = measure_point(Size(2, 9, 3, 9), "float32", TINY)
     other = {"fused": "stepwise", "stepwise": "fused"}[engine]
     assert point[engine].startswith(said) and point[other] > 0 and point["engine"] == other
 

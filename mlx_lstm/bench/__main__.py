@@ -5,6 +5,8 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable
 
+import mlx.core as mx
+
 from ..engines import ENGINES, choice, choose
 from ..engines.choice import has_metal
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
@@ -208,6 +210,8 @@ def complete(options: argparse.Namespace) -> None:
             setattr(options, name, value)
     if options.rounds < 1 or not options.seconds > 0:
         raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
+    if not options.patience >= 0:
+        raise ValueError("--patience must be at least 0")
     options.passes = options.passes or (["backward"] if options.memory else list(case.default_passes))
     if missing := set(options.passes) - set(case.passes):
         raise ValueError(f"--passes: the case {options.case} has no {missing.pop()}")
@@ -216,6 +220,8 @@ def complete(options: argparse.Namespace) -> None:
         return
     for size in options.sizes:
         engines_for(size, options)  # raises an error for a requested engine that cannot run
+    if options.device == "gpu" and not (has_metal() or mx.is_available(mx.gpu)):
+        raise ValueError("--device gpu: MLX has no GPU on this machine")
     if options.contenders is None:
         options.contenders = [name for name, contender in case.contenders.items() if is_installed(contender)]
     for name in options.contenders:
