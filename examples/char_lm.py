@@ -520,8 +520,9 @@ def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = 
     columns = "{task.fields[loss]:.3f} bits/char  {task.fields[speed]:,.0f} char/s"
     bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn(columns), TimeRemainingColumn(), console=console)
     with ctrl_c() as pressed, bar:
-        task = bar.add_task("training", total=settings.steps, completed=run.step, loss=math.nan, speed=0)
         loss = np.mean(run.losses[-20:]) if run.losses else None
+        shown = math.nan if loss is None else loss
+        task = bar.add_task("training", total=settings.steps, completed=run.step, loss=shown, speed=0)
         limit = math.inf if seconds is None else seconds
         run.stop, run.wish = False, lambda: pressed.is_set() or time.perf_counter() - start > limit
         try:

@@ -97,4 +97,4 @@ def main(steps=300):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:])) if all(map(str.isdigit, sys.argv[1:])) else sys.exit(__doc__)
+    main(*map(int, sys.argv[1:])) if all(word.isdigit() and int(word) for word in sys.argv[1:]) else sys.exit(__doc__)

@@ -162,6 +162,12 @@ def test_h_may_be_absent_where_it_can_be_made_of_the_rest(no_work):
     assert "] h must be given where there is a projection" in refused("lstm_gradients", **square)
 
 
+@pytest.mark.parametrize("word", ["lstm", "gru", "rnn", "lstm_gradients", "gru_gradients", "rnn_gradients"])
+def test_one_direction_or_both(no_work, word):
+    """`reverse` chooses the only direction, so with both directions it would change nothing."""
+    assert "] reverse must be False with bidirectional=True" in refused(word, reverse=True, bidirectional=True)
+
+
 EVERY_OP = [
     ("reverse", 1, "True or False"),
     ("bidirectional", "both", "True or False"),

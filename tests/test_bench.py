@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_lstm.bench import __main__ as command
 from mlx_lstm.bench.__main__ import main
 from mlx_lstm.lab.progress import ERASE, Progress
 from mlx_lstm.lab.report import machine_card
@@ -238,14 +240,6 @@ def test_a_compilers_errors_are_printed_and_the_others_measured(planted, capfd):
     assert sum("error" in line.lower() or "pipeline" in line or "aborts" in line for line in lines) <= 2 * 25
 
 
-@pytest.mark.not_on_a_mac("it has a GPU")
-def test_a_device_that_is_not_there(planted, capsys):
-    arguments = ["--sizes", str(TINY), "--passes", "backward", *FEW[:-1], "gpu"]
-    assert main([*arguments, "--contenders", "ours", "planted:RIGHT"]) == 1
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "Cannot set gpu device" in said.err and "\nright " in said.out
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -466,6 +460,8 @@ def test_times_of_gradients_that_compute_steps_again(tmp_path):
         (["--engine", "fastest"], "invalid choice: 'fastest'"),
         (["--device", "gpu", "--engine", "numpy"], "engine='numpy' cannot run"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--patience", "-1"], "--patience must be at least 0"),
+        (["--contenders", "math:pi"], "math:pi must be a Contender but is of type float"),
         (["--memory", "--plot", "a.png", "--quick"], "--quick, --plot: of no use with --memory"),
         (["--memory", "--host"], "one of --memory and --host at a time"),
         (["--host", "--engine", "ops"], "--engine: of no use with --host"),
@@ -492,6 +488,27 @@ def test_wrong_options(arguments, said, capsys):
         main(arguments)
     printed = capsys.readouterr().err
     assert end.value.code == 2 and said in printed and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--host", "--tune"])
+def test_ctrl_c(option, monkeypatch, capsys):
+    """The runs that write a file at their end say so."""
+
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    for name in ("show_host", "tune"):
+        monkeypatch.setattr(command, name, interrupted)
+    assert command.main([option]) == 130
+    assert capsys.readouterr().err == "\ninterrupted: nothing is kept, because the file is written at the end\n"
+
+
+def test_a_device_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    monkeypatch.setattr(mx, "is_available", lambda device: device == mx.cpu)
+    with pytest.raises(SystemExit) as end:
+        main(["--device", "gpu"])
+    assert end.value.code == 2 and "--device gpu: MLX has no GPU on this machine" in capsys.readouterr().err
 
 
 def test_a_file_that_may_not_be_written(tmp_path, monkeypatch, capsys):

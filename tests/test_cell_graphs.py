@@ -302,6 +302,14 @@ def maths(a, state):
     return (a[0] * math.exp(state[0][0, 0]),)
 
 
+def maths_of_all(a, state):
+    return (a[0] * math.exp(state[0]),)
+
+
+def larger(a, state):
+    return (max(a[0], state[0]),)
+
+
 REFUSED = {
     product: "product",
     lambda a, state: (a[0] @ mx.ones((3, 3)),): "Matmul",
@@ -309,6 +317,8 @@ REFUSED = {
     attention: r"any other product into a step for mlx_lstm.recurrent\) but got Matmul in attention",
     numpys: r"\(use mx.tanh\) but got np.tanh in numpys, test_cell_graphs.py line \d+: h = np.tanh\(state\[0\]\)",
     maths: r"\(use mx.exp\) but got math.exp in maths, test_cell_graphs.py line \d+",
+    maths_of_all: r"\(use mx.exp\) but got math.exp in maths_of_all, test_cell_graphs.py line \d+",
+    larger: r"a decision on values in larger, test_cell_graphs.py line \d+: return \(max",
     lambda a, state: (nn.relu(mx.array(0.5)) + a[0],): "a compiled function of constants",
     lambda a, state: (nn.relu(mx.full(a[0].shape, -0.5)) + a[0],): "a compiled function of constants",
     lambda a, state: (a[0] * WEIGHTS[0],): "a captured array",
@@ -457,7 +467,7 @@ def captures():
     own, table, array, part = Rate(), {"k": [0.5]}, np.array(0.5), [0.5]
     SETTINGS.k = number = helper.rate = 0.5
     sys.modules["settings_of_cells"] = SETTINGS
-    weak, by_name = ref(own), attrgetter("own")
+    weak, by_name, get, values = ref(own), attrgetter("own"), table.get, table.values()
     user, queue, variable, view = UserDict(k=0.5), deque([0.5]), ContextVar("k", default=0.5), MappingProxyType(table)
 
     def importing(a, state):
@@ -504,6 +514,8 @@ def captures():
         "view": (lambda a, state: (a[0] * view["k"][0],), partial(table["k"].__setitem__, 0)),
         "weak": (lambda a, state: (a[0] * weak().own,), partial(setattr, own, "own")),
         "written in C": (lambda a, state: (a[0] * by_name(own),), partial(setattr, own, "own")),
+        "method in C": (lambda a, state: (a[0] * get("k")[0],), partial(table["k"].__setitem__, 0)),
+        "values": (lambda a, state: (a[0] * next(iter(values))[0],), partial(table["k"].__setitem__, 0)),
         "globals": (lambda a, state: (a[0] * globals()["NUMBER"],), set_global),
         "import": (importing, partial(setattr, SETTINGS, "k")),
         "default": (default, lambda value: setattr(default, "__defaults__", (value,))),

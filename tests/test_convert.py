@@ -576,6 +576,9 @@ def test_what_onnx_has_and_ours_not():
             convert.from_onnx("LSTM", **arrays)
 
 
+BOTH_SLOPES = ("hard_sigmoid",) * 2 + ("hard_sigmoid_sixth", "hard_sigmoid", "tanh")
+
+
 def clipped(weights, **options):
     """Return the weights with changed options of their cell."""
     return weights._replace(cell=weights.cell._replace(**options))
@@ -612,6 +615,8 @@ def test_what_a_format_cannot_hold():
         (clipped(PROJECTED["projected"], projection_clip=1.0), convert.to_cudnn, "projection_clip"),
         (clipped(TF, clip_gradient="zero"), convert.to_tf, "clip_gradient must be 'through'"),
         (clipped(TF, output_peephole="previous"), convert.to_tf, "output_peephole must be 'current'"),
+        (PLAIN["rnn"]._replace(reverse=True), convert.to_mlx, "reverse must be False, as layers of MLX run forward"),
+        (clipped(OTHERS["relu"], activations=BOTH_SLOPES), convert.to_mpsgraph, "one slope of hard_sigmoid"),
         (PLAIN["lstm"], convert.to_tf, "one LSTM layer in one direction"),
         (PLAIN["rnn"], convert.to_tf_gru, "one GRU layer"),
     ):
@@ -757,6 +762,27 @@ def test_other_programs_read_a_file_with_options(tmp_path):
         assert sorted(file.files) == ["a.Whh", "a.Wxh", "a.bias"]
     with h5py.File(tmp_path / "a.weights.h5") as file:
         assert list(file.attrs) == ["model_config"]
+
+
+@pytest.mark.parametrize("ending", [".npz", ".weights.h5"])
+def test_a_note_says_that_options_are_assumed(ending, tmp_path):
+    """A note names the layers whose options neither the file nor the caller tells; other layers have none."""
+    needs("h5py")
+    path, is_npz = tmp_path / f"a{ending}", ending == ".npz"
+    convert.write(path, {"odd": TOLD["rnn"][0], "lstm": PLAIN["one layer"]}, **({"style": "mlx"} if is_npz else {}))
+    assert convert.read(path).notes == []
+    if is_npz:
+        mx.savez(str(path), **mx.load(str(path)))  # without the comment
+        expected = "odd: the file does not tell the activation: tanh is assumed"
+        assert convert.read(path, nonlinearity="relu").notes == []
+    else:
+        import h5py
+
+        with h5py.File(path, "a") as file:
+            del file.attrs["model_config"]
+        expected = "odd, lstm: the file does not tell options such as activations: Keras 3's defaults are assumed"
+    (note,) = convert.read(path).notes
+    assert note.startswith(expected)
 
 
 def test_a_comment_of_a_zip_file(tmp_path):
@@ -985,6 +1011,8 @@ def test_files_of_keras(ending, keras):
     assert sorted(np.shape(array) for array in model.rest.values()) == [(2,), (H, 2)]
     note = "head: TimeDistributed(Dense) is mlx.nn.Linear, whose weight is the transposed kernel"
     assert (note in model.notes) == (ending != ".weights.h5")
+    told = not any("of_cell" in note and "does not tell options" in note for note in model.notes)
+    assert told == (ending != ".weights.h5")
     x = outputs["x"]
     for name in LAYERS:
         weights = model.layers[name]
@@ -1114,7 +1142,7 @@ def test_layers_inside_of_other_layers_of_keras_keep_their_options(ending, tmp_p
     expected |= {"both.backward_rnn.second": {}, "hidden": {}, "old": {"reset": "before"}}
     assert {name: weights.options for name, weights in found.layers.items()} == expected
     assert [note for note in found.notes if "hidden" in note] == found.notes
-    assert "hidden: the file does not tell the options" in found.notes[0]
+    assert "hidden: the file does not tell options" in found.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -493,3 +493,26 @@ def test_float_layers_pay_nothing():
             layer(mx.ones((1, 2, 3)))
         assert forward.call_args.args[0]["Wh"].shape == (4, 4)
     assert rnn(mx.ones((2, 1, 3)), layer.Wxh, layer.Whh).h.shape == (2, 1, 4)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_how_far_a_weight_moves(bits):
+    """docs/quantize.md: by less than one step of its group; most weights by at most half a step."""
+    W = np.random.default_rng(bits).uniform(-1, 1, (512, 64)).astype(np.float32)
+    moved = np.abs(np.array(mx.dequantize(*mx.quantize(mx.array(W), 64, bits), 64, bits)) - W)
+    steps = moved / ((W.max(axis=1) - W.min(axis=1)) / (2**bits - 1))[:, None]
+    assert 0.5 < steps.max() < 1 and np.mean(steps < 0.501) > 0.9
+    assert abs(np.sqrt(np.mean(steps**2)) * np.sqrt(12) - 1) < 0.05
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_vmap_on_the_cpu(mode):
+    """docs/limits.md: only the mode affine can be dequantized where MLX has no rule for the quantized product."""
+    layer = mlx_lstm.nn.QuantizedLSTM.from_layer(mlx_lstm.nn.LSTM(32, 32, engine="ops"), 32, 4, mode)
+    x = mx.random.normal((2, 3, 32))
+    with mx.stream(mx.cpu):
+        if mode == "affine":
+            np.testing.assert_allclose(mx.vmap(lambda x: layer(x)[0])(x), layer(x)[0], atol=1e-5)
+        else:
+            with pytest.raises(RuntimeError, match="QuantizedMatmul::vmap"):
+                mx.eval(mx.vmap(lambda x: layer(x)[0])(x))

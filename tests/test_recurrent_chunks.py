@@ -194,12 +194,17 @@ def ways_to_capture(cell):
 
         return settings_of_steps.cell(x, h)
 
+    def by_a_function_of_the_library(x, h):
+        outputs, last = recurrent(cell, x[None], h)
+        return outputs[0], last
+
     Settings.cell = SETTINGS.cell = Calling.cell = cell
     weak, queue = ref(cell), deque([cell])
     sys.modules["settings_of_steps"] = SETTINGS
 
     return {
         "an import": by_import,
+        "a function of the library": by_a_function_of_the_library,
         "a class whose `__call__` runs a layer": Calling().step,
         "[]": lambda x, h: calling[0](x, h),
         "a weak reference": lambda x, h: weak()(x, h),
@@ -334,7 +339,20 @@ class Holder:
         return h, self.scale * mx.tanh(x + h)
 
 
+class Counting(nn.Module):
+    """A module that assigns an array to itself at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(H, H)
+
+    def step(self, x, h):
+        self.count = mx.zeros(1, mx.int32)
+        return h, self.inner(x) + h
+
+
 SETTINGS.weight, SETTINGS.weights, leaky.weight, QUEUE = W, {"all": [W]}, W, deque([W])
+MEANS = nn.BatchNorm(H)
 
 BAD = {
     "a dict of a Python module": (lambda x, h: (h, h @ SETTINGS.weights["all"][0]), "in a module, but got weights"),
@@ -344,6 +362,8 @@ BAD = {
     "a global array": (global_array, "or hold them in a module, but got W"),
     "inside a closure": (capturing({"recurrent": [W]}), "in a module, but got inner.arrays.recurrent.0"),
     "an object's": (Holder().step, "or hold them in a module, but got self.scale"),
+    "assigned": (Counting().step, "must not assign arrays to a module with checkpoint_every.*but got Counting.count"),
+    "running means": (lambda x, h: (h, MEANS(x) + h), "assign arrays to a module .*but got BatchNorm.running_mean"),
     "no number": (lambda x, h: (h, h), "checkpoint_every must be a number of steps of at least 1", 0),
 }
 

@@ -5,6 +5,8 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable
 
+import mlx.core as mx
+
 from ..engines import ENGINES, choice, choose
 from ..engines.choice import has_metal
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
@@ -50,14 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
     in_all_digits()  # no TF32 in the products of MLX on the newest chips, which float64 would show as errors
-    if options.tune:
+    if options.tune or options.host:
         try:
-            return tune(options.tune_file)
+            return tune(options.tune_file) if options.tune else show_host(options)
         except KeyboardInterrupt:
-            print("\ninterrupted: nothing is kept, because the table is written at the end", file=sys.stderr)
+            print("\ninterrupted: nothing is kept, because the file is written at the end", file=sys.stderr)
             return 130
-    if options.host:
-        return show_host(options)
     card = machine_card(shlex.join(["python", "-m", "mlx_lstm.bench", *arguments]), options.device)
     print(card_text(card), flush=True)
     groups: list[list[Measurement]] = []
@@ -208,6 +208,8 @@ def complete(options: argparse.Namespace) -> None:
             setattr(options, name, value)
     if options.rounds < 1 or not options.seconds > 0:
         raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
+    if not options.patience >= 0:
+        raise ValueError("--patience must be at least 0")
     options.passes = options.passes or (["backward"] if options.memory else list(case.default_passes))
     if missing := set(options.passes) - set(case.passes):
         raise ValueError(f"--passes: the case {options.case} has no {missing.pop()}")
@@ -216,6 +218,8 @@ def complete(options: argparse.Namespace) -> None:
         return
     for size in options.sizes:
         engines_for(size, options)  # raises an error for a requested engine that cannot run
+    if options.device == "gpu" and not (has_metal() or mx.is_available(mx.gpu)):
+        raise ValueError("--device gpu: MLX has no GPU on this machine")
     if options.contenders is None:
         options.contenders = [name for name, contender in case.contenders.items() if is_installed(contender)]
     for name in options.contenders:

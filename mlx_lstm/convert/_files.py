@@ -141,7 +141,11 @@ def read(
         rest = {key: array for key, array in arrays.items() if key not in taken}
         # Leave out this package's entries.
         metadata = {key: text for key, text in metadata.items() if key not in (METADATA, PLACES)}
-        return selected(Model(layers, rest, used, [], metadata), only)  # []: no notes
+        # The layers whose activation neither the caller nor the file tells.
+        plain = [name for name, weights in layers.items() if weights.cell.op == "rnn" and nonlinearity is None]
+        plain = [name for name in plain if not any(key in told.options for key in used[name])]
+        note = f"{some(map(title, plain))}: the file does not tell the activation: tanh is assumed (see nonlinearity)"
+        return selected(Model(layers, rest, used, [note] if plain else [], metadata), only)
 
 
 def selected(model: Model, only: Sequence[str] | None) -> Model:

@@ -7,6 +7,7 @@ a name may be, and counts it. `broken(text)` raises a ValueError that says that 
 """
 
 import importlib.util
+import signal
 import subprocess
 from math import prod
 from pathlib import Path
@@ -18,6 +19,9 @@ from ..ground import budget as limits
 from ..ground.budget import Budget
 from ..ground.files import array_in, as_bfloat16, broken
 from ..ground.machine import child_command, child_environment, has_interpreter
+
+WAIT = 6
+"""How many times its limit of processor time a child process may take in all: on a busy machine it waits."""
 
 
 class Contents(NamedTuple):
@@ -62,10 +66,13 @@ def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
     # threads of NumPy's BLAS would only take memory, which is limited.
     environment = child_environment() | {"HDF5_PLUGIN_PRELOAD": "::", "OPENBLAS_NUM_THREADS": "1"}
     command = child_command(code, script, *words)
+    endless = f"HDF5 does not come to an end, after {budget.seconds:.0f} seconds"
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=budget.seconds, **given)
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=WAIT * budget.seconds, **given)
     except subprocess.TimeoutExpired:
-        broken(f"HDF5 does not come to an end, after {budget.seconds:.0f} seconds")
+        broken(endless)
+    if done.returncode == -signal.SIGXCPU:  # the child's own limit of processor time
+        broken(endless)
     if done.returncode:
         broken(f"HDF5 ended with exit code {done.returncode}")
     return parsed(done.stdout, budget)

@@ -373,9 +373,9 @@ def gathered(
     rest = {key: array for key, array in arrays.items() if key not in taken}
     left_out = {key for key in rest if key.startswith("optimizer") or "seed_generator" in key}
     notes = [f"{len(left_out)} arrays of the optimizer and of random generators are left out"] if left_out else []
-    if silent and known is not None:
+    if silent:
         names = ", ".join(map(shown, silent[:MOST_NOTES])) + (" and others" if len(silent) > MOST_NOTES else "")
-        notes.append(f"{names}: the file does not tell the options, such as activations, so they are Keras's defaults")
+        notes.append(f"{names}: the file does not tell options such as activations: Keras 3's defaults are assumed")
     return found, {plain(key): array for key, array in rest.items() if key not in left_out}, keys, notes
 
 
@@ -462,7 +462,7 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
         else:
             write_new(file, made)
         # Keras ignores the configuration in a .weights.h5; `read` finds the options in it. The paths tell directions.
-        if ending == ".weights.h5" and any(weights.options.keys() - {"bidirectional"} for weights in layers.values()):
+        if ending == ".weights.h5":
             file.attrs["model_config"] = json.dumps(config)
     if ending != ".keras":
         path.write_bytes(data.getbuffer())

@@ -26,10 +26,10 @@ from ..engines.directions import OWN_AXIS, part
 from ..engines.problem import Arrays
 from ..ground.budget import shown
 from ..ground.checks import check_array, check_option, fail
-from . import torch
+from . import mlx, torch
 from .keras import NAMED, arrays_of, direction
 from .keras import NAMES as KERAS_NAMES
-from .mlx import to_mlx, to_ops
+from .mlx import to_ops
 from .torch import assembled, gates_of
 from .weights import OF_GATES, OURS, Weights, as_stored, from_one_bias, gate_order, of_layer, reorder, two_biases
 from .weights import to_mlx as as_mlx
@@ -548,7 +548,7 @@ def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
     if style == "ops":
         return [[arrays] for arrays in to_ops(weights)]
     if style == "mlx":
-        return to_mlx(weights)
+        return mlx.by_names(weights)
     if style == "keras":
         weights = as_stored("to_keras", weights, NAMED)  # refuses options that the format `NAMED` cannot hold
         use_bias = weights.has_bias

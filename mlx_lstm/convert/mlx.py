@@ -46,7 +46,7 @@ NAMES = {
 `gru` or `rnn`. Both matrices come first."""
 
 FORMAT = Format(nonlinearity=("tanh", "relu", "sigmoid"), reverse=True)
-"""What MLX's layers can store: no option of an LSTM or GRU; a plain RNN with one of these activations."""
+"""What files with MLX's names can store: no option of an LSTM or GRU; a plain RNN with one of these activations."""
 
 OPS = ("nn.LSTM", "nn.GRU", "nn.RNN")
 """The names of the layers of `mlx_lstm.nn` that have the parameters of a layer of `mlx.nn`."""
@@ -153,8 +153,18 @@ def to_mlx(weights: Weights) -> list[list[Arrays]]:
         has `Wx`, `Wh`, `b`, `bhn`; a plain RNN has `Wxh`, `Whh`, `bias`.
 
     Raises:
-        ValueError: MLX's layers have no place for an option of the cell.
+        ValueError: MLX's layers have no place for an option of the cell, or the weights are those of layers that run in
+            reverse.
     """
+    if check_weights("to_mlx", weights).reverse:
+        rule = "reverse must be False, as layers of MLX run forward: convert weights._replace(reverse=False), and run"
+        fail("to_mlx", f"{rule} the layers on the reversed sequence,", True)
+    return by_names(weights)
+
+
+def by_names(weights: Weights) -> list[list[Arrays]]:
+    """Return the arrays of each layer and direction by MLX's names, as `to_mlx` does, also of layers in reverse: a file
+    tells that beside the arrays."""
     weights = as_stored("to_mlx", weights, FORMAT)  # refuses options that MLX's layers do not have
     names = NAMES[weights.cell.op].items()  # (MLX's name, ours)
     with_b = weights.map(lambda arrays: arrays | one_bias(weights.cell, arrays))  # adds b and maybe bhn

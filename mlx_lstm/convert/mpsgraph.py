@@ -139,6 +139,8 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
     cell = weights.cell
     if cell.cell_clip:
         fail(op, "cell_clip must be the default, as the op has no place for another,", cell.cell_clip)
+    if {"hard_sigmoid", "hard_sigmoid_sixth"} <= {*cell.activations}:
+        fail(op, "activations must have one slope of hard_sigmoid, as the op has one,", cell.activations)
     names = {ours: theirs for theirs, ours in WORDS.items()}
     order = MPSGRAPH[cell.op][0]  # Apple's default order, with the flag off
     layers = []

@@ -422,7 +422,8 @@ def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
     except ValueError as error:
         if "CustomTransforms" in str(error):
             raise NotPointwise("a custom function") from error
-        if "eval an array during function transformations" in str(error):
+        # The second text: float(a), math.tanh(a) or `if a` of an array of several numbers.
+        if "eval an array during function transformations" in str(error) or "Only length-1 arrays" in str(error):
             raise NotPointwise("a decision on values") from error
         name = str(error).partition("Unable to get state for primitive ")[2]
         if name:  # such as nn.relu, which MLX compiles, of an array that does not depend on the arguments

@@ -16,7 +16,7 @@ MOST_VALUES = 1_000_000
 in paths, and how many values its JSON has. The largest known models have less than a tenth of each."""
 
 SECONDS = 10
-"""The seconds that a child process may read a file; one second is added for each 10 MB."""
+"""The seconds of processor time that a child process may read a file; one second is added for each 10 MB."""
 
 
 def shown(text: object, most: int = 80) -> str:

@@ -65,6 +65,8 @@ def check_call(
             check_flag(op, name, flag)
     if not isinstance(bidirectional, bool):
         check_flag(op, "bidirectional", bidirectional)
+    if bidirectional and flags.get("reverse"):
+        fail(op, "reverse must be False with bidirectional=True, which runs both directions,", "True")
     arrays, packing = unpacked(op, inputs) if Quantized in map(type, inputs.values()) else (inputs, None)
     specs = []  # (name, shape, dtype) of each array; the x of a single step gets a time axis of 1
     for name, array in arrays.items():

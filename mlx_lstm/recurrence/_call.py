@@ -283,7 +283,7 @@ class Call(NamedTuple):
             dtype=dtype,
             names=tuple(arrays),
             masks_differ="keep" in arrays or ("mask" in arrays and masks_differ(arrays)),
-            reverse=self.reverse and not self.bidirectional,
+            reverse=self.reverse,
             bidirectional=self.bidirectional,
             batch_first=self.batch_first,
             training=training and not free,

@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..engines.captures import held_by, reached, variables_of
+from ..engines.captures import held_by, is_own, reached, variables_of
 from ..engines.tracing import custom_function, vjp
 from ..ground.checks import fail
 
@@ -195,15 +195,22 @@ def waiting(tree: Any, before: Any) -> Any:
 @contextmanager
 def replaced(modules: list[nn.Module], parameters: list[Any]) -> Iterator[None]:
     """Inside the context, replace parameters of the modules. parameters: for each module a list of (key, new array).
-    Afterwards the modules have their own parameters again."""
+    Afterwards the modules have their own parameters again. So an array that the code inside assigns to a module, such
+    as a running mean, would be lost: raise a ValueError that names it."""
     old = [dict(flat(module.parameters())) for module in modules]
     try:
         for module, new in zip(modules, parameters, strict=True):
             module.update(tree_unflatten(new))
+        given = [dict(flat(module.parameters())) for module in modules]
         yield
+        for module, arrays in zip(modules, given, strict=True):
+            now = dict(flat(module.parameters()))
+            for key in [key for key in now | arrays if now.get(key) is not arrays.get(key)]:
+                rule = "step must not assign arrays to a module with checkpoint_every: return them as outputs,"
+                fail(OP, rule, f"{type(module).__name__}.{key}")
     finally:
-        for module, before, new in zip(modules, old, parameters, strict=True):
-            module.update(tree_unflatten([(key, before[key]) for key, _ in new]))
+        for module, before in zip(modules, old, strict=True):
+            module.update(tree_unflatten(list(before.items())))
 
 
 def captured_modules(step: Any) -> list[nn.Module]:
@@ -217,7 +224,8 @@ def captured_modules(step: Any) -> list[nn.Module]:
         if it contains an array of floats. `name`: what the error text calls the object. depth: how many objects lie
         between; the user's function itself has 0. DEEPEST: the deepest that is searched."""
         # A class or a Python module holds much that the step does not use: `reached` below finds what it uses of them.
-        if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)):
+        # This package's own functions hold nothing of the user's.
+        if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)) or is_own(value):
             return
         seen.add(id(value))
         if isinstance(value, nn.Module):

@@ -78,7 +78,9 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays) if cell.recurrent else None
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
     # numbers: an LSTM's forget bias and limits.
-    inputs: Inputs = {"mask": mask, "numbers": sweep.numbers} | norms.inputs_of(problem, arrays)
+    inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
+    if cell.norm is not None:
+        inputs |= norms.inputs_of(problem, arrays)
     for name in sweep.options:
         inputs[name] = contiguous(arrays[name])
     for name in ("h0", "c0", "lengths"):
@@ -147,8 +149,10 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     operand: Arrays = {}  # h_in, if something below is computed from it: weight gradients, q, or the norms' numbers
     if sweep.few or sweep.takes_product or norms.of_product(cell):
         operand = recurrent_input(problem, arrays, saved["h"], mask)
-    of_norms = norms.numbers_before_sweep(problem, arrays, saved, operand.get("h_in"))
-    inputs |= of_norms
+    of_norms: Arrays = {}  # what the norms of the backward steps read
+    if cell.norm is not None:
+        of_norms = norms.numbers_before_sweep(problem, arrays, saved, operand.get("h_in"))
+        inputs |= norms.inputs_of(problem, arrays) | of_norms
     if sweep.takes_product and "q" not in inputs:
         inputs["q"] = candidates(problem, arrays, operand["h_in"])
     if len(sweep.parts) > 1:  # several launches read these arrays, and each would copy one that is not contiguous
@@ -167,11 +171,11 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 def backward_inputs(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, sweep: "Sweep") -> Inputs:
     """Return the arrays of the caller and of the forward pass (`saved`) that the launches of a backward pass read,
-    apart from the mask and the weights. A cotangent has the name of its output with a d before it. sweep: the
-    launches. numbers: an LSTM's limits. The caller's options are made contiguous here; `backward` does the same with
-    the other arrays if several launches read them, which would copy them again and again."""
+    apart from the mask, the weights and what norms read. A cotangent has the name of its output with a d before it.
+    sweep: the launches. numbers: an LSTM's limits. The caller's options are made contiguous here; `backward` does
+    the same with the other arrays if several launches read them, which would copy them again and again."""
     cell = problem.cell
-    inputs: Inputs = {name: saved[name] for name in states_of(cell)} | norms.inputs_of(problem, arrays)
+    inputs: Inputs = {name: saved[name] for name in states_of(cell)}
     if cell.reads_kept and cell.kept:
         inputs["gates"] = saved["gates"]
     for name in sweep.options:

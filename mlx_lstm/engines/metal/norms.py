@@ -45,8 +45,7 @@ def inputs_of(problem: Problem, arrays: Arrays) -> Inputs:
     """Return the inputs that all kernels of a cell with a norm read: the norms' arrays, and eps as an array of one
     number."""
     norm = problem.cell.norm
-    if norm is None:
-        return {}
+    assert norm is not None
     inputs: Inputs = {name: contiguous(arrays[name]) for name in ARRAYS if name in arrays}
     return inputs | {"norm_eps": constant((norm.eps,), mx.float32)}
 
@@ -77,8 +76,7 @@ def numbers_before_sweep(problem: Problem, arrays: Arrays, saved: Arrays, h_in: 
     """
     cell, D, lengths = problem.cell, problem.directions, arrays.get("lengths")
     found: Arrays = {}
-    if cell.norm is None:
-        return found
+    assert cell.norm is not None
     if of_product(cell):
         assert h_in is not None
         _, T, B, P = h_in.shape

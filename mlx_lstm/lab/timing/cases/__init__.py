@@ -97,7 +97,10 @@ def find_contender(name: str, case: str = "lstm") -> Contender:
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ValueError(f"a contender is one of {', '.join(known)} or module:attribute but got {name!r}")
-    return getattr(importlib.import_module(module), attribute)
+    found = getattr(importlib.import_module(module), attribute)
+    if not isinstance(found, Contender):
+        raise ValueError(f"{name} must be a Contender but is of type {type(found).__name__}")
+    return found
 
 
 def is_installed(contender: Contender) -> bool:
