@@ -467,7 +467,7 @@ def captures():
     own, table, array, part = Rate(), {"k": [0.5]}, np.array(0.5), [0.5]
     SETTINGS.k = number = helper.rate = 0.5
     sys.modules["settings_of_cells"] = SETTINGS
-    weak, by_name = ref(own), attrgetter("own")
+    weak, by_name, get, values = ref(own), attrgetter("own"), table.get, table.values()
     user, queue, variable, view = UserDict(k=0.5), deque([0.5]), ContextVar("k", default=0.5), MappingProxyType(table)
 
     def importing(a, state):
@@ -514,6 +514,8 @@ def captures():
         "view": (lambda a, state: (a[0] * view["k"][0],), partial(table["k"].__setitem__, 0)),
         "weak": (lambda a, state: (a[0] * weak().own,), partial(setattr, own, "own")),
         "written in C": (lambda a, state: (a[0] * by_name(own),), partial(setattr, own, "own")),
+        "method in C": (lambda a, state: (a[0] * get("k")[0],), partial(table["k"].__setitem__, 0)),
+        "values": (lambda a, state: (a[0] * next(iter(values))[0],), partial(table["k"].__setitem__, 0)),
         "globals": (lambda a, state: (a[0] * globals()["NUMBER"],), set_global),
         "import": (importing, partial(setattr, SETTINGS, "k")),
         "default": (default, lambda value: setattr(default, "__defaults__", (value,))),

@@ -8,13 +8,21 @@ an attribute only if the code that reads the object contains the attribute's nam
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, KeysView, ValuesView
 from contextlib import suppress
 from contextvars import ContextVar
 from decimal import Decimal
 from dis import get_instructions
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 from weakref import ref
 
@@ -49,6 +57,10 @@ UNNAMED = [f"__{before}{name}__" for name in OPERATORS for before in ("", "r")]
 UNNAMED += ["__call__", "__getitem__", "__missing__", "__iter__", "__next__", "__len__", "__contains__", "__float__"]
 UNNAMED += ["__int__", "__index__", "__bool__", "__neg__", "__pos__", "__abs__", "__enter__", "__exit__"]
 """The methods of an object's class that code may run without their names."""
+
+METHODS_IN_C = (BuiltinFunctionType, MethodWrapperType)
+"""Types of methods that are not written in Python, such as `a.get` of a dict. A function of a module written in C has
+the same type, and the module in its attribute `__self__`."""
 
 COMPILED: type = type(mx.compile(abs))
 """The type of the functions that `mx.compile` returns. MLX records their operations once."""
@@ -185,10 +197,10 @@ class Captured:
             self.modules.append(value)
             self.key.append(type(value))
             self.within(None, [vars(value), dict(value)], names, depth)
-        # What is not searched. A method such as `a.append` is made anew at each access but compares equal, so it is a
-        # key itself. Other objects may have any kind of ==, so `Itself` compares only which objects they are.
-        elif isinstance(value, BuiltinFunctionType):
-            self.key.append(value)
+        elif isinstance(value, METHODS_IN_C) and not isinstance(value.__self__, (ModuleType, type(None))):
+            self.key.append(value.__name__)
+            self.within(None, [value.__self__], names, depth)
+        # What is not searched. Objects may have any kind of ==, so `Itself` compares only which objects they are.
         elif isinstance(value, COMPILED) or library_of(value) in LIBRARIES or is_own(value):
             self.key.append(Itself(value))
         elif isinstance(value, FunctionType):
@@ -271,7 +283,7 @@ def held_by(value: Any) -> list[Any] | None:
         return [str(value)]
     if isinstance(value, MappingProxyType):
         return [each for pair in value.items() for each in pair]
-    return list(value) if isinstance(value, deque) else None
+    return list(value) if isinstance(value, (deque, ItemsView, KeysView, ValuesView)) else None
 
 
 @lru_cache(1024)
