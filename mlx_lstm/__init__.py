@@ -3,8 +3,7 @@
 lstm, gru, rnn               a layer over a sequence as a function; the gradient by itself: lstm_gradients, ...
 pointwise, recurrent         run your own cell over a sequence; pointwise generates code for it, recurrent calls it
 recognise                    which of these functions computes the same as a cell that you wrote yourself
-join_directions, Quantized   make arguments: join the arrays of two directions; hold a weight packed by mx.quantize
-Norm                         the argument for layer normalisation inside the steps
+join_directions, Quantized   make arguments: join two directions; hold quantized weights; Norm: layer normalisation
 nn                           layers as in mlx.nn: LSTM, GRU, RNN; replace() puts them into a model, stack() runs lists
 torch                        layers as in PyTorch: several layers, both directions, packed sequences as lengths
 convert, keras               weights of PyTorch, Keras, ONNX and others into these layers, and back

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_lstm.bench import __main__ as command
 from mlx_lstm.bench.__main__ import main
 from mlx_lstm.lab.progress import ERASE, Progress
 from mlx_lstm.lab.report import machine_card
@@ -487,6 +488,19 @@ def test_wrong_options(arguments, said, capsys):
         main(arguments)
     printed = capsys.readouterr().err
     assert end.value.code == 2 and said in printed and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--host", "--tune"])
+def test_ctrl_c(option, monkeypatch, capsys):
+    """The runs that write a file at their end say so."""
+
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    for name in ("show_host", "tune"):
+        monkeypatch.setattr(command, name, interrupted)
+    assert command.main([option]) == 130
+    assert capsys.readouterr().err == "\ninterrupted: nothing is kept, because the file is written at the end\n"
 
 
 def test_a_device_that_is_not_there(monkeypatch, capsys):

@@ -37,7 +37,7 @@ def test_wheel_holds_modules_types_and_shaders(wheel):
 def test_metadata(wheel):
     text = wheel.read(next(name for name in wheel.namelist() if name.endswith("METADATA"))).decode()
     assert f"Name: mlx-lstm\nVersion: {mlx_lstm.__version__}\n" in text
-    for requirement in ("mlx>=0.32.1; sys_platform == 'darwin'", "numpy", "mlx[cpu]>=0.32.1; extra == 'cpu'"):
+    for requirement in ("mlx>=0.32.4; sys_platform == 'darwin'", "numpy", "mlx[cpu]>=0.32.4; extra == 'cpu'"):
         assert f"Requires-Dist: {requirement}" in text
 
 

@@ -52,14 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
     in_all_digits()  # no TF32 in the products of MLX on the newest chips, which float64 would show as errors
-    if options.tune:
+    if options.tune or options.host:
         try:
-            return tune(options.tune_file)
+            return tune(options.tune_file) if options.tune else show_host(options)
         except KeyboardInterrupt:
-            print("\ninterrupted: nothing is kept, because the table is written at the end", file=sys.stderr)
+            print("\ninterrupted: nothing is kept, because the file is written at the end", file=sys.stderr)
             return 130
-    if options.host:
-        return show_host(options)
     card = machine_card(shlex.join(["python", "-m", "mlx_lstm.bench", *arguments]), options.device)
     print(card_text(card), flush=True)
     groups: list[list[Measurement]] = []
