@@ -116,7 +116,6 @@ PATHS = {
         *("fused", "apart", (7, 17, 2, 9), {"launch_steps": 3}),
         EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True},
     ),
-    "4 rows, 64 bits": Path("fused", "four gates", (4, 65, 2, 5), {"index": 0}, EVERY | {"reverse": True}),
     "4 rows, 16 bits, both": Path(
         *("fused", "apart", (4, 66, 2, 6), {"launch_steps": 3}),
         {"lengths": True, "mask": 1, "Wx": None, "bidirectional": True},
@@ -154,13 +153,13 @@ PATHS = {
         *("stepwise", "four gates", (7, 3, 2, 9), {"unchunked": 3, "rows_left": 2, "index": 0}),
         EVERY | {"bidirectional": True},
     ),
-    # Layer normalisation: of all gates or of each one, with two to six gates, so that a lane has one or two of them.
+    # Layer normalisation: of all gates or of each one, with two to thirty gates, of which a lane has one or several.
     "norm of a sum, joins, both": Path(
         *("stepwise", "four gates", (7, 3, 2, 9), {"rows_left": 2, "index": 0}),
         BOTH | {"norm": ("sum", TOGETHER, *SCALED)},
     ),
-    "norm of each gate, reverse": Path(
-        *("stepwise", "apart", (6, 9, 2, 9), {"rows_left": 2}),
+    "norm of each of thirty gates, reverse": Path(
+        *("stepwise", "thirty gates", (6, 9, 2, 3), {"rows_left": 2}),
         EVERY | {"mask": 2, "hold": True, "b": None, "reverse": True, "norm": ("recurrent", "each", *SCALED)},
     ),
     # Each lane of a simdgroup has a unit.
@@ -183,9 +182,6 @@ PATHS = {
         *("fused", "four gates", (3, 20, 2, 70), {}),
         {"keep": True, "norm": ("recurrent", "each", "scale")},
         mx.bfloat16,
-    ),
-    "norm of each of thirty gates": Path(
-        *("stepwise", "thirty gates", (2, 1, 2, 2), {}), {"norm": ("sum", "each", *SCALED)}
     ),
     "norm in 16 bits, wide layer": Path(
         *("stepwise", "apart", (3, 2, 2, 300), {}),
