@@ -465,6 +465,22 @@ def test_models_of_onnx(name, tmp_path):
     assert_outputs(weights, x, found)
 
 
+@pytest.mark.parametrize("dtypes", [("float16", "float32"), ("bfloat16", "float16"), ("float16", "float16")])
+def test_a_model_of_onnx_has_one_dtype(dtypes, tmp_path):
+    """A stack whose arrays differ in dtype becomes a valid model: in ONNX the arrays of a node have one dtype."""
+    onnx, path = pytest.importorskip("onnx"), tmp_path / "m.onnx"
+    first, second = (getattr(mx, name) for name in dtypes)
+    layers = weights_of(LSTMCell(), 2, biases="x").each()
+    layers = [
+        layer.map(lambda arrays: {name: array.astype(first) for name, array in arrays.items()}) for layer in layers
+    ]
+    layers[0] = layers[0].map(lambda arrays: arrays | {"bx": arrays["bx"].astype(second)})
+    convert.write(path, {"mixed": convert.stacked("test", layers)})
+    onnx.checker.check_model(onnx.load(path), full_check=True)  # also infers the types
+    expected = [] if first == second else [f"{dtypes[0]} is now float32"]
+    assert convert.differences(layers[1], convert.read(path).layers["mixed.1"]) == expected
+
+
 @pytest.mark.parametrize("layers, both", [(1, False), (2, True), (3, False)])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_a_model_of_onnx_takes_and_returns_states(kind, layers, both, tmp_path):

@@ -164,6 +164,13 @@ def test_places_in_contributing_exist():
         assert (ROOT / path).exists() or (ROOT / "mlx_lstm" / path).exists(), path
 
 
+def test_security_names_every_program_that_is_started():
+    """Every system program in the library's code is in docs/security.md, and every program there is in the code."""
+    code = "".join(path.read_text() for path in (ROOT / "mlx_lstm").rglob("*.py"))
+    page = (ROOT / "docs/security.md").read_text()
+    assert set(re.findall(r'"(/usr/s?bin/\w+)"', code)) == set(re.findall(r"`(/usr/s?bin/\w+)`", page))
+
+
 def test_the_readme_stays_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 

@@ -83,7 +83,9 @@ def test_every_mode_width_and_group_is_read_once_a_step(packing):
 
 
 @pytest.mark.not_on_a_mac("bytes: the emulator counts them")
-@pytest.mark.parametrize("packing, H", [((32, 3, "affine"), 96), ((64, 4, "affine"), 128)], ids=str)
+@pytest.mark.parametrize(
+    "packing, H", [((32, 3, "affine"), 96), ((64, 4, "affine"), 128), ((128, 4, "affine"), 128)], ids=str
+)
 def test_a_tile_reads_each_byte_once(packing, H):
     """For a batch of 8 sequences, one threadgroup of `stepwise` multiplies all of them by its part of the quantized
     weights. So a time step reads each byte of these weights exactly once."""

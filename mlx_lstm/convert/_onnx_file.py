@@ -20,6 +20,7 @@ import numpy as np
 from ..ground.budget import Budget, shown
 from ..ground.checks import fail
 from ..ground.files import NUMBERS, Foreign, broken, check_shape, foreign
+from ..recurrence import common_dtype
 from .onnx import OPS, from_node, to_onnx
 from .weights import Weights, of_layer, to_mlx
 
@@ -309,9 +310,12 @@ def write_stack(graph: Graph, name: str, weights: Weights) -> None:
     with of_layer(name):  # adds the stack's name to the text of an error
         layers = to_onnx(weights)  # for each layer (type of its node, arrays, attributes)
     onnx, dot = graph.onnx, f"{name}." if name else ""
-    # kind: ONNX' number of the dtype of W. bfloat16 becomes float32.
-    dtype = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}
-    kind = dtype.get(str(layers[0][1]["W"].dtype).rpartition(".")[2], onnx.TensorProto.FLOAT)
+    # A stack has one dtype, since a node's arrays must have that of its input. bfloat16 becomes float32. kind: ONNX'
+    # number of the dtype.
+    dtype = common_dtype([array for _, arrays, _ in layers for array in arrays.values()])
+    dtype = mx.float32 if dtype == mx.bfloat16 else dtype
+    kinds = {mx.float64: onnx.TensorProto.DOUBLE, mx.float16: onnx.TensorProto.FLOAT16}
+    kind = kinds.get(dtype, onnx.TensorProto.FLOAT)
     L, D, H = len(layers), weights.directions, weights.hidden_size
     # info(name, kind, shape) describes an input or output of the model; in a shape a text names an unknown size.
     info, batch = onnx.helper.make_tensor_value_info, f"{dot}N"
@@ -331,7 +335,7 @@ def write_stack(graph: Graph, name: str, weights: Weights) -> None:
         h = f"{dot}h" if n == L - 1 else f"{title}.h"
         names = [""] * (INPUTS["P"] + 1)  # the node's inputs; P has the last position
         for word, array in arrays.items():
-            values = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
+            values = array if array.dtype == dtype else array.astype(dtype)
             names[INPUTS[word]] = graph.initializer(f"{title}.{word}", np.array(values))
         names[0] = x
         for word in words:
