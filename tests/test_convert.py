@@ -1603,7 +1603,7 @@ def test_command(tmp_path):
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert "enc.lstm: LSTM, 6 -> 4, 3 layers, both directions; from " in done.stdout
     assert "enc.lstm: two biases are one now, their sum" in done.stdout and "enc.gru: two" not in done.stdout
-    assert "2 other arrays copied as they are: head.weight, steps" in done.stdout
+    assert "2 other arrays copied unchanged: head.weight, steps" in done.stdout
     found = convert.read(tmp_path / "mlx.npz")
     gru = convert.weights.describe(model["encoder.gru"])
     assert repr(found).endswith(f"'enc.gru': Weights({gru})}}, 2 other arrays)") and len(repr(found)) < 200

@@ -99,8 +99,9 @@ def convert(options: argparse.Namespace) -> list[str]:
     lines += [f"    now {title(name)}: {some(keys, most=4)}" for name, keys in again.keys.items()]
     lines += [f"  {note}" for note in model.notes]
     if model.rest:
-        done = "copied as they are" if has_keys else f"left out, which {ending} cannot hold beside the layers"
-        lines.append(f"  {len(model.rest)} other arrays {done}: {some(list(model.rest))}")
+        done = "copied unchanged" if has_keys else f"left out, which {ending} cannot hold beside the layers"
+        arrays = "other array" if len(model.rest) == 1 else "other arrays"
+        lines.append(f"  {len(model.rest)} {arrays} {done}: {some(list(model.rest))}")
     matrices = [way["Wx"] for weights in again.layers.values() for layer in weights.layers for way in layer]
     if ending == ".safetensors" and any("float64" in str(array.dtype) for array in [*matrices, *again.rest.values()]):
         lines.append("  it holds float64 arrays, which mx.load reads from an .npz file, not from a .safetensors file")

@@ -133,8 +133,8 @@ computes it. The engine numpy computes while the graph is built.
 x NAME: the time of a row divided by the time of NAME, the median over the rounds (lowest round-highest round).
 peak: the memory that the first run needed besides its inputs; mlx: the same as MLX counts it, with memory that is
 allocated but not in use.
-x needed: peak divided by the memory of the arrays that a pass has to hold: x, gates, h, c; backward also dx, dWx, dWh,
-db.
+x needed: the memory of x and peak together, divided by that of the arrays that a pass has to hold: x, gates, h, c;
+backward also dx, dWx, dWh, db.
 every K: only the states of every K-th step are saved; the gradient computes the others again.
 error/bound: the largest error, by float64, divided by the allowed error; up to 1 is right. For more than 128 steps the
 allowed error is that of the first 128 steps, and for the gradients of weights (T / 128)^1.5 times that."""
