@@ -133,24 +133,15 @@ def recurrent(
         before_at = None if before is None else by_time(before)
 
         def at(t: int, state: Any) -> tuple[Any, Any]:
-            """Run the user's step t of this chunk, and check what it returns: the state must have the form of the first
-            one, the output that of all outputs so far."""
+            """Run the user's step t of this chunk, and check what it returns."""
             state = state if before_at is None else multiplied(before_at[t], state)
             # The tree of x at step t: x gives the structure, x_at a list of steps in the place of each array.
             given = tree_map(lambda _, rows: rows[t], x, x_at), state
             # live_at[t]: the items that run this step, or None for all. `only_live` makes the step's derivatives 0 for
             # the others.
             results = step(*filled(given, only_live(live_at[t], leaves(given))), *third)
-            if not isinstance(results, tuple) or len(results) != 2:
-                fail(OP, "step must return a tuple of two, (output_t, state),", shown(results))
-            output, state = results
-            new_form, where = form(state, "the state that step returns", (B,)), f"at step {start + t}"
-            if new_form != state_form:
-                fail(OP, f"step must return a state like the first, {state_form},", f"{new_form} {where}")
-            forms.append(form(output, "the output of step", (B,)))
-            if forms[-1] != forms[0]:
-                fail(OP, f"step must return output of the same form each time, {forms[0]},", f"{forms[-1]} {where}")
-            return output, state
+            check_results(results, state_form, forms, B, start + t)
+            return results
 
         # by_mlx: MLX differentiates the steps, so `over_time` chooses the old state in a way that stops NaN gradients.
         return over_time(at, state, range(steps)[:: -1 if reverse else 1], lambda t: live_at[t], by_mlx=True)
@@ -163,6 +154,20 @@ def recurrent(
         outputs, last = checkpointed(run, every, step, sequences, state, parameters, reverse)
     # The factors of held steps after the last step that ran still act on the state.
     return outputs, last if after is None else multiplied(after[0 if reverse else -1], last)
+
+
+def check_results(results: Any, state_form: Any, forms: list[Any], batch: int, t: int) -> None:
+    """Check what the user's function returned at step t: (output, state). The state must have the form `state_form` of
+    the first state, the output that of the outputs so far, `forms`, to which its own is added. batch: B."""
+    if not isinstance(results, tuple) or len(results) != 2:
+        fail(OP, "step must return a tuple of two, (output_t, state),", shown(results))
+    output, state = results
+    new_form, where = form(state, "the state that step returns", (batch,)), f"at step {t}"
+    if new_form != state_form:
+        fail(OP, f"step must return a state like the first, {state_form},", f"{new_form} {where}")
+    forms.append(form(output, "the output of step", (batch,)))
+    if forms[-1] != forms[0]:
+        fail(OP, f"step must return output of the same form each time, {forms[0]},", f"{forms[-1]} {where}")
 
 
 def over_steps(
