@@ -207,14 +207,7 @@ def sweep_backward(
     resets_first, projects = resets_before(problem), "Wp" in arrays
     # K: the terms of the product dz Wh; with the reset before it, the candidate has a product of its own.
     row, K = no_row(row_type(saved["h"].dtype)), (2 if resets_first else cell.gates) * H
-    inputs = options(problem, arrays, ("peephole", "inputs", "params"))
-    inputs |= {"mask": mask, "q": q, "before": row}
-    for name in ("h", "c") if cell.reads_h else ("c",):
-        inputs[name] = contiguous(saved.get(name))
-    if not cell.reads_h:
-        inputs.pop("h0", None)
-    inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
-    inputs["gates"] = contiguous(saved["gates"]) if "gates" in saved and cell.reads_kept and cell.kept else None
+    inputs = backward_inputs(problem, arrays, saved, cotangents) | {"mask": mask, "q": q, "before": row}
     # Without a sequence of gates each step reads them from a row of the forward pass. `rows` and `row` only say here
     # that the kernel has these inputs: each launch gets its own.
     forward_rows = taken_rows(problem, saved)
@@ -282,17 +275,8 @@ def normed_backward(
     D, cell, projects = problem.directions, problem.cell, "Wp" in arrays
     row, K = no_row(row_type(arrays["Wh"].dtype)), cell.gates * H
     numbers = norms.numbers_before_sweep(problem, arrays, saved, h_in)
-    inputs = options(problem, arrays, ("peephole", "inputs", "params")) | norms.inputs_of(problem, arrays)
-    # The states that the cell's backward step reads; a built-in cell that reads h has no c. The kernels of a cell that
-    # does not read h need no h0, either: `numbers` were computed from h_in, which contains it.
-    own = isinstance(cell, PointwiseCell)
-    states = ("h", "c") if own and cell.reads_h else ("h",) if cell.reads_h else ("c",)
-    if not cell.reads_h:
-        inputs.pop("h0", None)
-    inputs |= {name: contiguous(saved.get(name)) for name in states}
+    inputs = backward_inputs(problem, arrays, saved, cotangents) | norms.inputs_of(problem, arrays)
     inputs |= {"mask": mask, "before": row, "q": numbers.get("q")}
-    inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
-    inputs["gates"] = contiguous(saved["gates"]) if cell.reads_kept and cell.kept else None
     inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, width=P, terms=K)}
     # The kernel of dh computes P numbers per item, the one of the cell H units. dh_now: the row of this dh (or dm), for
@@ -303,7 +287,8 @@ def normed_backward(
     rows, dh_rows = rows_of(problem, projects)
     unchanged = unclipped(problem, arrays, saved) if projects else None
     dh = each_step(norm_dh_kernel, problem, inputs | {"unclipped": unchanged}, dh_rows if projects else None)
-    step = each_step(norm_own_backward_kernel if own else norm_backward_kernel, problem, of_cell, rows)
+    of_step = norm_own_backward_kernel if isinstance(cell, PointwiseCell) else norm_backward_kernel
+    step = each_step(of_step, problem, of_cell, rows)
     if projects:
         of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, width=H, terms=P)}
         dm = each_step(norm_dm_kernel, problem, of_cell | of_m)
@@ -318,6 +303,21 @@ def normed_backward(
         last = each_step(norm_dh0_kernel, problem, inputs | {"dh": None})
         results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return norms.for_gradients(problem, results, numbers, saved.get("gates"))
+
+
+def backward_inputs(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Inputs:
+    """Return the arrays of the caller and of the forward pass (`saved`) that the launches of backward steps read, apart
+    from the mask, the weights and what norms read. A cotangent has the name of its output with a d before it. None: the
+    cell has no such array, or its backward steps do not read it."""
+    cell = problem.cell
+    inputs = options(problem, arrays, ("peephole", "inputs", "params"))
+    inputs |= {name: contiguous(saved.get(name)) for name in (("h", "c") if cell.reads_h else ("c",))}
+    # With a norm the steps need no h0 either: h_in, from which `numbers_before_sweep` computes, contains it.
+    if not cell.reads_h:
+        inputs.pop("h0", None)
+    inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
+    inputs["gates"] = contiguous(saved["gates"]) if "gates" in saved and cell.reads_kept and cell.kept else None
+    return inputs
 
 
 def unclipped(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.array | None:
