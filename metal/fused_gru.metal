@@ -5,12 +5,13 @@
 //   r, z = s(a)      h = z h_prev + (1 - z) n
 //   n = s_n(a_n + r q), or s_n(a_n + q) if the reset comes before the product
 //
-// a is the preactivation, a_n that of n without q. q is the candidate's recurrent product with its bias bhn. If the
-// reset comes before the product, the product is that of r h. The option flip_z exchanges z and 1 - z. H: hidden units,
-// D: directions. OPTIONS: the cell's options as one integer. GRUCell<OPTIONS> (cell_gru.metal) is the cell of one unit,
-// with functions for single gates and their gradients; GATE_R, GATE_Z, GATE_N are 0, 1, 2, block(gate) the place of a
-// gate on a gate axis. activate_own<OPTIONS, N>: the activation of the lane's gate, one of the first N. sum_over_lanes,
-// of_lane<4>(x, n): the sum over the lanes of a unit, the x of its lane n (fused_lanes.metal).
+// s and s_n are the activations of the gates r, z and of n. a is the preactivation, a_n that of n without q. q is the
+// candidate's recurrent product with its bias bhn. If the reset comes before the product, the product is that of r h.
+// The option flip_z exchanges z and 1 - z. H: hidden units, D: directions. OPTIONS: the cell's options as one integer.
+// GRUCell<OPTIONS> (cell_gru.metal) is the cell of one unit, with functions for single gates and their gradients;
+// GATE_R, GATE_Z, GATE_N are 0, 1, 2, block(gate) the place of a gate on a gate axis. activate_own<OPTIONS, N>: the
+// activation of the lane's gate, one of the first N. sum_over_lanes, of_lane<4>(x, n): the sum over the lanes of a
+// unit, the x of its lane n (fused_lanes.metal).
 
 // How the four lanes of a unit of a GRU compute a step; fused_lanes.metal lists the members.
 template <int OPTIONS>
@@ -68,7 +69,8 @@ struct Lanes<GRUCell<OPTIONS>> {
     return Cell::state(z, n, h_prev);
   }
 
-  // Compute one step in reverse; every lane computes all of it. gate: the lane's number. y: its gate. q: the
+  // Compute one step in reverse. Every lane computes all of it, but dz_z and dz_r, which need the lane's own d, are
+  // right only in the lane of their gate, which is the one that uses them. gate: the lane's number. y: its gate. q: the
   // candidate's recurrent product. dh: on entry the gradient of the new h, on return the part of the gradient of h_prev
   // that bypasses the products. d: on entry the cotangent of the lane's gate. On return d is the gradient of this
   // gate's preactivation; in lane 3, which has no gate, it is the gradient of the candidate's product. dz_n, dz_z,

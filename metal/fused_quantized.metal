@@ -25,8 +25,8 @@ struct PackedVector {
 
 // How many weights and words a lane has of LENGTH weights in each row, which GROUP lanes share. PIECES pieces of PIECE
 // weights of each row; FACTORS scales and biases per row and piece; EACH words per piece, of which OF_WEIGHTS hold
-// weights (eight weights fill WORDS words). COUNT: vectors of 4 words, rounded up. RUNS: runs of 4 numbers of x that a
-// lane reads.
+// weights (eight weights fill WORDS words). COUNT: vectors of 4 words, rounded up. RUNS: runs of 4 numbers that a
+// lane reads of x, the vector that the weights multiply (the masked h).
 template <int FIELD, int SIZE, bool BIASED, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   enum {

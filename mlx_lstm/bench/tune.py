@@ -58,7 +58,8 @@ if it takes at most this fraction of the rule's time. The fraction is below 1, s
 
 def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the default is a tuple and never changes)
     """Measure which Metal engine is faster, print the table and write it to a file. Return the exit code: 0, or 2 if
-    there is no Metal or the file cannot be written."""
+    there is no Metal or the file cannot be written. file: its path, or None for the file that all programs read. grid:
+    the dtypes, batches and sizes to measure."""
     if not has_metal():
         print(
             "nothing to tune: MLX has no Metal back end on this machine, and only Metal has two engines to choose from",
@@ -77,7 +78,7 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the defau
     measured: list[dict[str, object]] = []
     cuts: list[tuple[str, int, int, int]] = []
     for dtype, B in product(grid.dtypes, grid.batches):
-        with unguarded():
+        with unguarded():  # no trial before the first use of a kernel: each measurement checks the results itself
             cut = best_cut(dtype, B, grid)
             with tuning.trying(cut):
                 points = measure_row(dtype, B, grid)

@@ -59,7 +59,8 @@ class Known(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return all names of `path` as one."""
+        """Return the name of the layer in `Model.layers`: the names of the models and wrappers around it and its own,
+        joined by dots."""
         return ".".join(self.path)
 
     @property

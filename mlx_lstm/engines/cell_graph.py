@@ -505,9 +505,10 @@ def entered_by_gradients(nodes: tuple[Node, ...]) -> set[int]:
 
 
 def next_on_all_paths(cell: CellGraph, order: list[int], n: int, excluded: set[int]) -> int | None:
-    """Return a node that the forward pass can save instead of node n: the first node after n through which every path
-    from n to a gradient leads. Return None if there is none. order: the nodes from which the gradients are computed.
-    Nodes in `excluded` and nodes with bool values (conditions) are not returned."""
+    """Return a node that the forward pass can save instead of node n, because the backward pass needs n only to compute
+    this node: the first node after n through which every path from n to a gradient leads. Return None if there is none.
+    order: the nodes from which the gradients are computed, in ascending order. Nodes in `excluded` are not returned,
+    nor nodes with bool values (conditions): saved numbers are floats."""
     leaves = set(cell.known_after())  # the new states, whose values are known without their operands
     for candidate in order:
         if candidate <= n or candidate in excluded or cell.nodes[candidate].op in CONDITIONS:

@@ -205,14 +205,15 @@ def may_be_numpy(engine: object) -> bool:
 
 
 def check_engine(op: str, engine: Any) -> Engine | None:
-    """Return `engine` if it is `None` or one of `ENGINES`. Otherwise raise an error."""
+    """Return `engine` if it is `None` or one of `ENGINES`. Otherwise raise ValueError. op: the name of the function or
+    layer that the user called, with which the error text begins."""
     if engine is not None and not (isinstance(engine, str) and engine in ENGINES):
         fail(op, f"engine must be one of {', '.join(ENGINES)}", repr(engine))
     return cast(Engine | None, engine)
 
 
 def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
-    """Raise an error if the device of the stream does not support this dtype."""
+    """Raise ValueError if the device of the stream does not support this dtype. op: as in `check_engine`."""
     if device != "cpu" and dtype == mx.float64:
         raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
 

@@ -151,7 +151,7 @@ class Attempt:
         """Return the child's answer to a request, or {"reason": error} if the request failed. do: "count" counts the
         kernels of the trials, "judge" runs them. Raise ChildError if the child ended or gave no answer in time. If the
         user has waited `PATIENCE` seconds for one answer, print once that kernels are being tested."""
-        limit = SECONDS + KERNEL_SECONDS * (self.kernels or 0)  # seconds
+        limit = SECONDS + KERNEL_SECONDS * (self.kernels or 0)  # seconds; kernels is None until they are counted
         notice = None if self.told else (PATIENCE, self.tell_waiting)  # `child.ask` calls it after these seconds
         try:
             answer = child.ask(limit, notice, do=do, trials=[trial.text() for trial in trials])
@@ -159,7 +159,7 @@ class Attempt:
             if error.lost:  # the child has ended or hangs; else it serves on, and only this trial has failed
                 raise
             answer = {"reason": f"its trial on this machine failed: {error}"}
-        self.began = True
+        self.began = True  # also after a failure: the child has started and answers, so a later hang is the kernels'
         return answer
 
     def tell_waiting(self) -> None:

@@ -700,9 +700,10 @@ def called(way: Way, arguments: dict[str, Any], x: mx.array, h: mx.array, c: mx.
 
 def match_of(way: Way, trial: Trial, form: Form) -> Match:
     """Find the arguments of the call of the formula `way` that may equal the user's cell. A gate without weights gets
-    zeros."""
+    zeros. trial.D, trial.H: the features of x and the hidden units."""
     parts, unknown = parts_of(way, trial, form)
     if not {kind for _, kind in parts} & {"x", "h"}:
+        # Rank 1 of `note`: nearer than no formula at all, but not even one gate was found.
         trial.note((1,), f"No matrix among its parameters has the effect of a gate of {way.op}")
         return Match({}, parts, unknown)
     # ("o", "p"): the peephole of the output gate.

@@ -59,9 +59,11 @@ class Trial(NamedTuple):
     problem: Problem
 
     def text(self) -> str:
-        """Return the trial, an engine and a problem, as one line of JSON."""
+        """Return the trial, an engine and a problem, as one line of JSON: the child process that runs trials reads one
+        request per line."""
         problem = self.problem
         cell = problem.cell
+        # A built-in cell is a tuple of its options; a user's cell is told by its graph.
         options = [cell.graph.to_json(), cell.recurrent, cell.norm] if isinstance(cell, PointwiseCell) else cell
         fields = problem._asdict() | {"dtype": dtype_word(problem), "cell": [cell.op, *options]}
         return json.dumps({"engine": self.engine, "problem": fields})

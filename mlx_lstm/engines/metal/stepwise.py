@@ -1048,11 +1048,12 @@ def prepare_sequences(
     """Return the launch that copies the rows of a pass into sequences. It has one thread per batch item, unit, step
     and direction, in threadgroups of 256.
 
-    layout: the number and size of the rows of each kind. source: the kernel's name, the files that it needs besides
-    those that every such launch needs, and the Metal statements that call the shader. inputs: the name of each array
-    that it can read besides the rows, and whether the call has it. outputs: the shape and dtype of each result, or
-    None.
+    layout: for each kind of rows the number of rows in each array, the elements of a row, and H or P. source: the
+    kernel's name, the files that it needs besides those that every such launch needs, and the Metal statements that
+    call the shader. inputs: the name of each array that it can read besides the rows, and whether the call has it.
+    outputs: the shape and dtype of each result, or None.
     """
+    # starts: the index of the first row of each array, for LEFT arrays; those that the pass does not have are empty.
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
     # For each kind: the size of a row, H or P, and the index of its first row. X: the type of a row's elements.
     numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]

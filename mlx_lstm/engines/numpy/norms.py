@@ -848,6 +848,7 @@ class NormBackward:
         each `d`. other: the numbers of the gates of which the input's part has another gradient, such as a GRU's
         candidate."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
+        # self.kept: y and r of all steps, with the step on the first axis.
         self.norm, self.kept, self.dz, rows = norm, kept, dz, len(dz)
         # dp: the gradient of the recurrent product in a chunk. d: that of the norm's result at one step.
         self.dp: Array = dz if norm_options(problem).of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)

@@ -33,6 +33,7 @@ class StreamedLayer:
         (_, B, H, _), dtype, cell = problem[:4], v["Wx"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}  # only its shape and dtype matter
+        # streamed: the steps arrive one at a time, so there is no product over many steps.
         step = Step(problem, v, mask=None, streamed=True)
         self.step, products = step, step.products
         self.h: list[Array] = products.h_buffers
@@ -45,7 +46,8 @@ class StreamedLayer:
             if cell.norm is not None and cell.norm.of == "products":
                 self.norm, bias = norm_of_input(problem, v, bias), None
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
-            # inputs: the input's part of the preactivations. product: a view of it, divided like the weights.
+            # inputs: the input's part of the preactivations. A large matrix is divided into blocks, each so small that
+            # BLAS computes its product in one thread. product: a view of `inputs`, divided like the weights.
             self.inputs = np.empty((len(Wx), B), dtype)
             self.weights = in_blocks(np.ascontiguousarray(Wx), B, streamed=True)
             self.product = self.inputs.reshape(*self.weights.shape[:-1], -1)
