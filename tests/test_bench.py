@@ -21,7 +21,7 @@ from mlx_lstm.lab.progress import ERASE, Progress
 from mlx_lstm.lab.report import machine_card
 from mlx_lstm.lab.timing import judge as judging
 from mlx_lstm.lab.timing import rounds
-from mlx_lstm.lab.timing.cases import CASES, find_contender, is_installed
+from mlx_lstm.lab.timing.cases import CASES, find_contender, is_installed, streaming
 from mlx_lstm.lab.timing.cases import stack as judge_stack
 from mlx_lstm.lab.timing.cases.lstm import CONTENDERS, draw
 from mlx_lstm.lab.timing.cases.stack import from_buffer, to_buffer
@@ -532,3 +532,17 @@ def test_what_is_not_installed(missing, arguments, said, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(arguments)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("which", "slept"), [("forward", 0), ("paced", 4 * streaming.PAUSE)])
+def test_pauses_before_frames_are_told_apart_from_the_steps(which, slept, monkeypatch):
+    """A paced run says how long it slept, which is subtracted from its time; the next run counts its own pauses."""
+    clock = [0.0]
+    sleep = SimpleNamespace(sleep=lambda seconds: clock.append(clock[-1] + seconds), perf_counter=lambda: clock[-1])
+    monkeypatch.setattr(streaming, "time", sleep)
+    # A step takes a second, which is no part of the pauses. task: what `streamed` reads of a task.
+    step, task = lambda frame, state: (sleep.sleep(1), state + frame), SimpleNamespace(which=which)
+    work = streaming.streamed([1, 2, 3, 4], step, 0, np.asarray, task)
+    for run in (1, 2):
+        work.run()
+        assert work.slept() == pytest.approx(slept) and clock[-1] == pytest.approx(run * (4 + slept))
