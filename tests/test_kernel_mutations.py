@@ -131,6 +131,10 @@ HARMLESS = {
     "for (int gate = 0; gate < GATES; ++gate)  the bound of < is one less",
     # With >=, h is also read where there is no product, but then nothing uses it. So the result is the same.
     "if (product_length(s, a) > 0) operands_at<1>(row, j, h);  > becomes >=",
+    # The gradient of c in a lane without a unit: the lane counts 0 in norms and writes nothing. So nothing reads it.
+    "for (int k = 0; k <= Cell::CARRIED; ++k) item.ds[k] = real ? item.ds[k] : 0.0f;  <= becomes <",
+    # dc[0] is 0: h has its cotangent in dh.
+    "if (k > 0) ds[k] += dc[k];  > becomes >=",
     # The loop copies N numbers, 4 per pass, and N is a multiple of 4. With the bound N - 1 it has the same passes: e =
     # 0, 4, ..., N - 4.
     "for (int e = 0; e < N; e += 4) {  the bound of < is one less",
