@@ -31,7 +31,8 @@ struct LSTMCell {
   // GATE_I ... GATE_O number the gates; OUTPUT, the activation of c, follows them in OPTIONS. FORGET_BIAS and LIMIT are
   // positions in p, behind the four peephole weights; CONSTANTS is the size of p. The CARRIED state is c. READS_BEFORE,
   // READS_AFTER: the backward step reads c before and after the step; 2 is the bit of c, which follows that of h.
-  // PEEPHOLE, CLIPS, STOPS: the LSTM's own options.
+  // The options that only an LSTM has. PEEPHOLE: whether it has peephole weights, and which c that of o
+  // reads. CLIPS: it clips c to a limit. STOPS: the clip stops the gradient where it changes c.
   enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, FORGET_BIAS = 4, LIMIT, CONSTANTS };
   enum { GATES = 4, PRODUCTS = 4, KEPT = 4, GRADIENTS = 4, SEGMENTS = 1, CARRIED = 1, PASSES_H = 0 };
   enum { READS_BEFORE = 2, READS_AFTER = 2, INPUTS = 0, SUMMED = 0 };

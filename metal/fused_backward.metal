@@ -137,8 +137,9 @@ void store_first(
 // the lane's number in its unit; s: in its group. real: whether the lane has a unit (always if the units fill whole
 // simdgroups: then the compiler drops the comparison with H). has_gate: whether it also has a gate (lane 3 of a GRU has
 // none). row: the block of the operand that it writes, or -1. block: the block that it reads, that of its gate; lane 3
-// of a GRU reads that of the candidate. p: its constant, a peephole weight or bhn. limit: that of c. HALF: the vectors
-// of a half of the buffer, SIZE: of all. Besides dz, dh0 and dc0 it writes two arrays, which may be absent:
+// of a GRU reads that of the candidate. p: its constant, a peephole weight or bhn. limit: that of c. HALF, SIZE: how
+// many vectors a half of the buffer has, and the whole buffer. Besides dz, dh0 and dc0 it writes two arrays, which may
+// be absent:
 //   d_out  [., B, D G H]       d, if it differs from dz
 //   carry  [., B, D H] float   for an LSTM the gradient of keep * c; for the other cells the part of the gradient of
 //                              keep * h that bypasses the product

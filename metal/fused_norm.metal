@@ -386,8 +386,9 @@ void unit_backward(
     constexpr int LANES = Lanes<Cell>::LANES;
     const float before = numbers.keep * item.states[1];
     // The clip comes before the norm, and its gradient needs the clipped c. `after` is this c, unless the state is the
-    // normalised c. Then c before the clip, f c + i g, stands for it: where |c| >= limit, clip_backward only asks
-    // whether f c + i g is the limit.
+    // normalised c. Then the clipped c is unknown here, and c before the clip, f c + i g, takes its place. This is
+    // enough: below the limit the clip changed nothing, and elsewhere clip_backward computes f c + i g again and
+    // compares that.
     float c = after;
     if constexpr (N::IN_STATE && Cell::STOPS)
       c = of_lane<LANES>(item.y, Cell::GATE_F) * before +
