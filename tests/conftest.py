@@ -40,10 +40,22 @@ def pytest_configure(config):
     mx.set_default_device(mx.cpu)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Let every second worker process read the test files in the reverse order. pytest rewrites the asserts of each
+    file once and keeps the result on disk. So in a fresh clone two workers rewrite one half each."""
+    report = yield
+    worker = getattr(collector.config, "workerinput", {"workerid": "gw0"})["workerid"]
+    if isinstance(collector, pytest.Dir) and int(worker.removeprefix("gw")) % 2:
+        report.result.reverse()
+    return report
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """On a Mac, deselect the tests that cannot run there and count the reasons. `pytest_terminal_summary` prints
-    them."""
+    """Sort the tests by file, because all workers must have the same order. On a Mac, deselect the tests that cannot
+    run there and count the reasons. `pytest_terminal_summary` prints them."""
+    items.sort(key=lambda item: (str(item.path), isinstance(item, pytest.DoctestItem)))
     if sys.platform != "darwin":
         return
     kept, left_out = [], []
