@@ -1,6 +1,7 @@
 """pytest's settings for the tests: command line options, the report of which shader lines ran, and the choice of the
 tests that run on a Mac. All of them also work if the tests run in several processes (`-n 2`)."""
 
+import gc
 import json
 import sys
 import tempfile
@@ -38,6 +39,19 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # Use the CPU on a Mac, too. Tests that need the GPU select it themselves.
     mx.set_default_device(mx.cpu)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep Python's garbage collector from the many objects that collection leaves. They stay until the end, and each
+    search for garbage among them takes a good part of a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
