@@ -261,8 +261,8 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
     of the modules: the gradient of such an array would be 0. A search of the step's code may miss it, so MLX lists what
     the step reads. If MLX cannot list an operation of the step, nothing is raised. run: runs the step with such a
     tree."""
-    # held: of each module all arrays, as pairs (key, array), also those that are no parameters. Arrays in a tuple are no
-    # parameters for MLX and cannot be replaced, so a step with such a module is not checked.
+    # held: of each module all arrays, as pairs (key, array), also those that are no parameters. Arrays in a tuple, no
+    # parameters for MLX, cannot be replaced, so a step with such a module is not checked.
     whole: Any = [tree_flatten(module, is_leaf=lambda value: isinstance(value, tuple)) for module in modules]
     held = [[(key, array) for key, array in each if isinstance(array, mx.array)] for each in whole]
     own = [array for each in held for _, array in each]
