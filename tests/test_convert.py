@@ -183,6 +183,35 @@ def test_a_bias_of_zero_keeps_the_signs_of_the_other():
         assert_same(weights, by_mlx(weights))
 
 
+@pytest.mark.parametrize("biased", [0, 1])
+@pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), RNNCell()])
+def test_an_array_that_only_one_direction_has(cell, biased, tmp_path):
+    """A bias, or a peephole, that only one direction of a layer has is kept where one array holds both directions."""
+    weights, x = weights_of(cell, 1, 2, peephole=cell.op == "lstm"), numbers(B, T, I)
+    for word in ("bx", "bh", "peephole"):
+        weights.layers[0][1 - biased].pop(word, None)
+    wanted = []  # each direction by itself
+    for way in range(2):
+        layer = nn.from_weights(weights._replace(layers=[[weights.layers[0][way]]], reverse=way == 1))
+        wanted.append(layer(x)[0])
+    convert.write(tmp_path / "m.npz", {"lstm": weights}, style="ops")
+    read = convert.read(tmp_path / "m.npz").layers["lstm"]
+    for found in (weights, read, by_mpsgraph(weights), by_onnx(weights)):
+        h = nn.from_weights(found)(x)[0]
+        np.testing.assert_allclose(np.array(h), np.concatenate(wanted, -1), atol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["gru", "rnn"])
+@pytest.mark.parametrize("word", ["peephole", "Wp"])
+def test_arrays_that_only_lstms_have(op, word):
+    """A GRU or plain RNN with a peephole or a projection is refused: writers would leave the array out."""
+    rows = H * {"gru": 3, "rnn": 1}[op]
+    arrays = {"Wx": numbers(rows, I), "Wh": numbers(rows, P if word == "Wp" else H)}
+    arrays |= {word: numbers(P, H) if word == "Wp" else numbers(rows)}
+    with pytest.raises(ValueError, match=f"{word} must not be there unless the cell is an LSTM"):
+        convert.from_ops(op, [arrays])
+
+
 def test_two_biases_become_their_sum():
     for name in ("lstm", "gru", "rnn"):
         weights = PLAIN[name]
