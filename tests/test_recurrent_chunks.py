@@ -351,6 +351,17 @@ class Counting(nn.Module):
         return h, self.inner(x) + h
 
 
+def by_helper(holder, x):
+    """Call a module in an attribute of the argument. The step's code does not name the attribute."""
+    return holder.layer(x)
+
+
+class OfClass:
+    """A class that holds a module."""
+
+    layer = nn.Linear(H, H)
+
+
 SETTINGS.weight, SETTINGS.weights, leaky.weight, QUEUE = W, {"all": [W]}, W, deque([W])
 MEANS = nn.BatchNorm(H)
 
@@ -364,6 +375,8 @@ BAD = {
     "an object's": (Holder().step, "or hold them in a module, but got self.scale"),
     "assigned": (Counting().step, "must not assign arrays to a module with checkpoint_every.*but got Counting.count"),
     "running means": (lambda x, h: (h, MEANS(x) + h), "assign arrays to a module .*but got BatchNorm.running_mean"),
+    "by a helper": (lambda x, h: (h, by_helper(OfClass, x) + h), "but got an array of shape"),
+    "by a computed name": (lambda x, h: (h, getattr(OfClass, "LAYER".lower())(x) + h), "but got an array of shape"),
     "no number": (lambda x, h: (h, h), "checkpoint_every must be a number of steps of at least 1", 0),
 }
 
