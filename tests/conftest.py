@@ -3,10 +3,12 @@ tests that run on a Mac. All of them also work if the tests run in several proce
 
 import gc
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -67,9 +69,10 @@ def pytest_make_collect_report(collector):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Sort the tests by file, because all workers must have the same order. On a Mac, deselect the tests that cannot
-    run there and count the reasons. `pytest_terminal_summary` prints them."""
-    items.sort(key=lambda item: (str(item.path), isinstance(item, pytest.DoctestItem)))
+    """Sort the tests by file, because all workers must have the same order, and put those that use a large framework
+    first, so that the first worker imports it and no other. On a Mac, deselect the tests that cannot run there and
+    count the reasons. `pytest_terminal_summary` prints them."""
+    items.sort(key=lambda item: (not uses_a_framework(item.path), str(item.path), isinstance(item, pytest.DoctestItem)))
     if sys.platform != "darwin":
         return
     kept, left_out = [], []
@@ -80,6 +83,14 @@ def pytest_collection_modifyitems(config, items):
         LEFT_OUT.update([reason] if reason else [])
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+@cache
+def uses_a_framework(path):
+    """Return whether a test file names a framework whose import takes seconds."""
+    return path.name.startswith("test_") and bool(
+        re.search(r"\b(tensorflow|tf_cases|jax|coremltools)\b", path.read_text())
+    )
 
 
 def pytest_terminal_summary(terminalreporter, config):

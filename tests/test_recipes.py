@@ -36,12 +36,15 @@ def words(path):
     text = path.read_text()
     if path.suffix == ".metal":
         return {*re.findall(r"[A-Za-z_]\w*", re.sub(r"//.*", "", text))}
-    tree, found = ast.parse(text), set()
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            found.add(node.value)
-        found |= {getattr(node, field, None) for field in ("id", "attr", "arg")}
+    docs, found = set(), set()
+    for node in ast.walk(ast.parse(text)):  # `ast.walk` yields a docstring after the statement that it is
+        if isinstance(node, ast.Expr):
+            docs.add(node.value)
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and node not in docs:
+                found.add(node.value)
+        else:
+            found.update(getattr(node, field) for field in ("id", "attr", "arg") if field in node._fields)
     return found
 
 
