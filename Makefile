@@ -4,12 +4,15 @@ BIN = .venv/bin
 # The tests start hundreds of processes. Without .pyc files each of them would compile our modules again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train test test-all mutate bench machine-code lint docs wheel clean
+.PHONY: train test pytest test-all mutate bench machine-code lint docs wheel clean
 
 train: .venv/examples  ## train a character LSTM on Python's documentation
 	$(BIN)/python examples/char_lm.py
 
-test: .venv/test lint  ## the tests; a skipped one fails the run, and on Linux a line of metal/ that did not run
+test: .venv/test  ## lint and the tests, side by side
+	$(MAKE) -j 2 lint pytest
+
+pytest: .venv/test  ## the tests; a skipped one fails the run, and on Linux a line of metal/ that did not run
 	$(BIN)/python -m pytest -n auto --dist worksteal --no-skips --shader-coverage -q
 
 test-all: .venv/test lint  ## the tests, the heavier sweeps, and on Linux the tests on a simulated Mac
