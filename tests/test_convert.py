@@ -595,6 +595,26 @@ def test_names_that_a_format_does_not_tell_apart_are_refused(ending, tmp_path):
         convert.write(tmp_path / f"m{ending}", layers)
 
 
+def test_a_note_counts_the_onnx_nodes_that_are_not_read(tmp_path, capsys):
+    """Nodes in the graphs of an If, and in functions of the model, are not read. A note tells their number."""
+    onnx = pytest.importorskip("onnx")
+    path, helper = tmp_path / "m.onnx", onnx.helper
+    convert.write(path, {"lstm": weights_of(LSTMCell())})
+    model = onnx.load(path)
+    node = next(node for node in model.graph.node if node.op_type == "LSTM")
+    branch = helper.make_graph([node], "branch", [], [])
+    choice = helper.make_node("If", ["yes"], ["y"], then_branch=branch, else_branch=branch)
+    model.graph.node.append(choice)
+    model.functions.append(helper.make_function("own", "F", ["x"], ["y"], [choice], model.opset_import))
+    path.write_bytes(model.SerializeToString())
+    found = convert.read(path)
+    text = "4 recurrent nodes inside If, Loop, Scan or a function, not read: inline the graph first"
+    assert list(found.layers) == ["lstm"] and text in found.notes
+    model.graph.node.remove(node)
+    path.write_bytes(model.SerializeToString())
+    assert text in refusal(capsys, path, tmp_path / "m.npz")
+
+
 def test_what_onnx_has_and_ours_not():
     W, R = numbers(1, 4 * H, I), numbers(1, 4 * H, H)
     for attributes, what in (
