@@ -183,6 +183,18 @@ def test_a_bias_of_zero_keeps_the_signs_of_the_other():
         assert_same(weights, by_mlx(weights))
 
 
+def test_a_forget_bias_may_be_the_only_bias(tmp_path):
+    """An LSTM without biases but with a forget bias becomes a layer with biases, in torch and in Keras."""
+    weights = weights_of(LSTMCell(forget_bias=0.5), 2, biases="")
+    layer, x = mlx_lstm.torch.from_weights(weights, batch_first=True), numbers(B, T, I)
+    np.testing.assert_allclose(np.array(layer(x)[0]), np.array(nn.from_weights(weights)(x)[0]), atol=1e-6)
+    pytest.importorskip("h5py")
+    convert.write(tmp_path / "m.keras", {"lstm": weights})
+    with zipfile.ZipFile(tmp_path / "m.keras") as archive:
+        layers = json.loads(archive.read("config.json"))["config"]["layers"]
+    assert [layer["config"]["use_bias"] for layer in layers[1:]] == [True, True]
+
+
 @pytest.mark.parametrize("biased", [0, 1])
 @pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), RNNCell()])
 def test_an_array_that_only_one_direction_has(cell, biased, tmp_path):

@@ -539,15 +539,15 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
     for n, (layer, arrays) in enumerate(zip(weights.each(), of_keras, strict=True)):
         kind = CLASSES[layer.cell.op]  # such as "LSTM"
         title = name + (f"_{n}" if len(weights.layers) > 1 else "")
-        config = config_of(layer, str(arrays[0].dtype), weights.has_bias)
-        shape = [None, None, layer.input_size]  # batch and time may have any size
         D = layer.directions
+        count = len(arrays) // D  # the arrays of one direction: the last of three is the bias
+        config = config_of(layer, str(arrays[0].dtype), count > 2)
+        shape = [None, None, layer.input_size]  # batch and time may have any size
         spec = spec_of(kind, config | {"name": f"forward_{title}" if D == 2 else title}, shape)
         if D == 2:
             backward = spec_of(kind, config | {"name": f"backward_{title}", "go_backwards": True}, shape)
             both = {"name": title, "merge_mode": "concat", "layer": spec, "backward_layer": backward}
             spec = spec_of("Bidirectional", both, shape)
-        count = len(arrays) // D  # the arrays of one direction
         stack.append(KerasLayer(spec, [arrays[way * count : (way + 1) * count] for way in range(D)]))
     return stack
 
