@@ -2,6 +2,7 @@
 computes the other steps again in the gradient. Results must not change, and memory must stay bounded."""
 
 import sys
+import warnings
 from collections import deque
 from functools import partial
 from types import ModuleType
@@ -15,6 +16,8 @@ from clients import assert_by_differences
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_lstm import lstm, recurrent
+from mlx_lstm.ground.checks import forget_warnings
+from mlx_lstm.nn import LSTM
 
 T, B, D, H = 7, 3, 2, 4
 
@@ -249,6 +252,22 @@ def test_a_module_is_seen_wherever_a_step_holds_it(place):
     for (name, one), (_, other) in zip(tree_flatten(whole), tree_flatten(chunks), strict=True):
         assert mx.abs(one).max() > 1e-2, name
         np.testing.assert_allclose(np.array(other), np.array(one), rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_a_layer_inside_the_step_warns_of_nothing():
+    """The listing of what a step reads runs the step once more without values, about which an engine would warn."""
+    layer, x = LSTM(D, H), numbers(T, B, 5, D, key=5)
+
+    def step(x, state):
+        h = layer(x)[0][:, -1]
+        return h, state + h
+
+    forget_warnings()
+    with mx.stream(mx.cpu), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs, _ = recurrent(step, x, mx.zeros((B, H)), checkpoint_every=3)
+        np.testing.assert_allclose(np.array(outputs), np.array(layer(x)[0][:, :, -1]), rtol=0, atol=1e-6)
+    assert not caught
 
 
 def test_gradients_by_finite_differences():

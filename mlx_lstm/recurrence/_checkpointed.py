@@ -11,7 +11,6 @@ A piece is the part of all sequences that belongs to a chunk. The letter d begin
 function of MLX gets and returns arrays only, not trees; its vjp rule gets (primals, cotangents, results).
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +25,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from ..engines.captures import held_by, is_own, reached, variables_of
 from ..engines.cell_tracer import captured_arrays, exported
 from ..engines.tracing import custom_function, vjp
-from ..ground.checks import fail
+from ..ground.checks import fail, without_warnings
 
 OP = "recurrent"
 """The function that error texts begin with."""
@@ -283,8 +282,7 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
 
     given = [mx.zeros(array.shape, array.dtype) for array in [*leaves(tree), *own]]  # the numbers do not matter
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # engines warn that an export has no values; the real run warns if it must
+        with without_warnings():  # engines warn that an export has no values; the real run warns if it must
             # Both lists are alive at the same time, as `captured_arrays` needs them.
             content, again = exported(work, given), exported(work, given)
     except Exception:
