@@ -1320,6 +1320,22 @@ def in_cudnn_s_layout(arrays):
     return [kernel, recurrent_kernel, np.concatenate(each["bx"] + each["bh"])]
 
 
+def test_a_conv_lstm_in_an_older_file_of_keras_is_no_layer_here(tmp_path):
+    """The arrays of a ConvLSTM, which have more axes, do not keep an `.h5` file from being read."""
+    h5py = pytest.importorskip("h5py")
+    shapes = {"conv": ((3, I, 4 * H), (3, H, 4 * H)), "lstm": ((I, 4 * H), (H, 4 * H))}
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file.attrs["layer_names"] = list(shapes)
+        for name, pair in shapes.items():
+            names = [f"{name}/cell/{word}" for word in ("kernel", "recurrent_kernel")]
+            for each, shape in zip(names, pair, strict=True):
+                file[f"{name}/{each}"] = np.ones(shape, np.float32)
+            file[name].attrs["weight_names"] = names
+    found = convert.read(tmp_path / "m.h5")
+    assert list(found.layers) == ["lstm"]
+    assert sorted(found.rest) == ["conv.cell.kernel", "conv.cell.recurrent_kernel"]
+
+
 def test_a_file_of_keras_with_many_layers(tmp_path):
     """The lists of names in an `.h5` file are texts of any length, of which each may be as long as the whole file. So
     a long list is not read: the names are those of the groups and arrays."""
