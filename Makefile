@@ -31,8 +31,6 @@ lint: .venv/test  ## style, the floors of CONTRIBUTING.md, security, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/bandit -q -c pyproject.toml -r mlx_lstm examples
-	$(BIN)/basedpyright -p . --pythonpath $(BIN)/python
 	$(BIN)/python tests/typed.py
 
 docs: .venv/docs  ## the site, into build/docs; a warning fails it

@@ -1,6 +1,7 @@
 """pytest's settings for the tests: command line options, the report of which shader lines ran, and the choice of the
 tests that run on a Mac. All of them also work if the tests run in several processes (`-n 2`)."""
 
+import gc
 import json
 import sys
 import tempfile
@@ -40,10 +41,35 @@ def pytest_configure(config):
     mx.set_default_device(mx.cpu)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep Python's garbage collector from the many objects that collection leaves. They stay until the end, and each
+    search for garbage among them takes a good part of a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Let every second worker process read the test files in the reverse order. pytest rewrites the asserts of each
+    file once and keeps the result on disk. So in a fresh clone two workers rewrite one half each."""
+    report = yield
+    worker = getattr(collector.config, "workerinput", {"workerid": "gw0"})["workerid"]
+    if isinstance(collector, pytest.Dir) and int(worker.removeprefix("gw")) % 2:
+        report.result.reverse()
+    return report
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """On a Mac, deselect the tests that cannot run there and count the reasons. `pytest_terminal_summary` prints
-    them."""
+    """Sort the tests by file, because all workers must have the same order. On a Mac, deselect the tests that cannot
+    run there and count the reasons. `pytest_terminal_summary` prints them."""
+    items.sort(key=lambda item: (str(item.path), isinstance(item, pytest.DoctestItem)))
     if sys.platform != "darwin":
         return
     kept, left_out = [], []

@@ -9,7 +9,8 @@ from collections import UserDict, deque
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import NamedTuple
 from weakref import ref
 
 import mlx.core as mx
@@ -462,12 +463,44 @@ def helper():
     """A function with an attribute."""
 
 
+def own_of(settings):
+    """A function that reads an attribute of its argument. The cell's code does not name the attribute."""
+    return settings.own
+
+
+class Scale(NamedTuple):
+    """A tuple with a method."""
+
+    k: float
+
+    def times(self, x):
+        return x * NUMBER * self.k
+
+
+class Made:
+    """A class whose objects read a number when they are made."""
+
+    def __init__(self):
+        self.k = NUMBER
+
+
+class Level:
+    """An object that a cell compares."""
+
+    def __init__(self):
+        self.own = 0.5
+
+    def __lt__(self, number):
+        return self.own < number
+
+
 def captures():
     """Return {kind: (cell, a function that sets the number that this cell captures)}."""
     own, table, array, part = Rate(), {"k": [0.5]}, np.array(0.5), [0.5]
     SETTINGS.k = number = helper.rate = 0.5
     sys.modules["settings_of_cells"] = SETTINGS
     weak, by_name, get, values = ref(own), attrgetter("own"), table.get, table.values()
+    level, rate, scale, plain = Level(), mx.array(0.5), Scale(1.0), SimpleNamespace(own=0.5)
     user, queue, variable, view = UserDict(k=0.5), deque([0.5]), ContextVar("k", default=0.5), MappingProxyType(table)
 
     def importing(a, state):
@@ -485,6 +518,13 @@ def captures():
     def set_global(value):
         global NUMBER
         NUMBER = value
+
+    def found():
+        return plain
+
+    def set_rate(value):
+        nonlocal rate
+        rate = mx.array(value)
 
     def default(a, state, k=0.5):
         return (a[0] * k,)
@@ -520,6 +560,13 @@ def captures():
         "import": (importing, partial(setattr, SETTINGS, "k")),
         "default": (default, lambda value: setattr(default, "__defaults__", (value,))),
         "keyword": (keyword, lambda value: keyword.__kwdefaults__.update(k=value)),
+        "argument of a helper": (lambda a, state: (a[0] * own_of(plain),), partial(setattr, plain, "own")),
+        "result of a helper": (lambda a, state: (a[0] * found().own,), partial(setattr, plain, "own")),
+        "computed name": (lambda a, state: (a[0] * getattr(plain, "OWN".lower()),), partial(setattr, plain, "own")),
+        "tuple with a method": (lambda a, state: (scale.times(a[0]),), set_global),
+        "object made inside": (lambda a, state: (a[0] * Made().k,), set_global),
+        "comparison": (lambda a, state: (a[0] * (0.5 if level < 1 else 2.0),), partial(setattr, level, "own")),
+        "array in if": (lambda a, state: (a[0] * (0.5 if rate < 1 else 2.0),), set_rate),
     }
 
 
@@ -579,6 +626,26 @@ def test_a_captured_function_may_change(kind):
         put(n)
         h, _ = pointwise(cell, -mx.ones((1, 1, 2)), None, None, None, (mx.zeros((1, 2)),), engine="numpy")
         assert h[0, 0, 0].item() == n
+
+
+def passed(settings, x):
+    return mx.stop_gradient(x) if settings.own > 1 else x
+
+
+def test_a_captured_object_may_stop_the_gradient():
+    """If an object, which only a helper of the cell reads, says that no gradient passes any more, none does."""
+    own = SimpleNamespace(own=0.5)
+
+    def cell(a, state):
+        return (passed(own, a[0]),)
+
+    def gradient():
+        call = partial(pointwise, cell, Wx=None, Wh=None, b=None, state=(mx.zeros((1, 2)),), engine="numpy")
+        return mx.grad(lambda x: call(x)[0].sum())(mx.ones((1, 1, 2)))[0, 0, 0].item()
+
+    assert gradient() == 1
+    own.own = 2.0
+    assert gradient() == 0
 
 
 @pytest.mark.parametrize("use", [lambda k, x: x * k.size, lambda k, x: x * k.sum().item()], ids=["shape", "item"])

@@ -183,6 +183,35 @@ def test_a_bias_of_zero_keeps_the_signs_of_the_other():
         assert_same(weights, by_mlx(weights))
 
 
+@pytest.mark.parametrize("biased", [0, 1])
+@pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), RNNCell()])
+def test_an_array_that_only_one_direction_has(cell, biased, tmp_path):
+    """A bias, or a peephole, that only one direction of a layer has is kept where one array holds both directions."""
+    weights, x = weights_of(cell, 1, 2, peephole=cell.op == "lstm"), numbers(B, T, I)
+    for word in ("bx", "bh", "peephole"):
+        weights.layers[0][1 - biased].pop(word, None)
+    wanted = []  # each direction by itself
+    for way in range(2):
+        layer = nn.from_weights(weights._replace(layers=[[weights.layers[0][way]]], reverse=way == 1))
+        wanted.append(layer(x)[0])
+    convert.write(tmp_path / "m.npz", {"lstm": weights}, style="ops")
+    read = convert.read(tmp_path / "m.npz").layers["lstm"]
+    for found in (weights, read, by_mpsgraph(weights), by_onnx(weights)):
+        h = nn.from_weights(found)(x)[0]
+        np.testing.assert_allclose(np.array(h), np.concatenate(wanted, -1), atol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["gru", "rnn"])
+@pytest.mark.parametrize("word", ["peephole", "Wp"])
+def test_arrays_that_only_lstms_have(op, word):
+    """A GRU or plain RNN with a peephole or a projection is refused: writers would leave the array out."""
+    rows = H * {"gru": 3, "rnn": 1}[op]
+    arrays = {"Wx": numbers(rows, I), "Wh": numbers(rows, P if word == "Wp" else H)}
+    arrays |= {word: numbers(P, H) if word == "Wp" else numbers(rows)}
+    with pytest.raises(ValueError, match=f"{word} must not be there unless the cell is an LSTM"):
+        convert.from_ops(op, [arrays])
+
+
 def test_two_biases_become_their_sum():
     for name in ("lstm", "gru", "rnn"):
         weights = PLAIN[name]
@@ -1159,6 +1188,49 @@ def test_layers_inside_of_other_layers_of_keras_keep_their_options(ending, tmp_p
     assert {name: weights.options for name, weights in found.layers.items()} == expected
     assert [note for note in found.notes if "hidden" in note] == found.notes
     assert "hidden: the file does not tell options" in found.notes[0]
+
+
+@pytest.mark.parametrize("ending", [".keras", ".h5"])
+def test_classes_that_derive_from_those_of_keras(ending, tmp_path):
+    """A layer or cell of a user's class that derives from one of Keras is read with the options that the file tells,
+    and a note names it, also if the class is called LSTM. A cell with one more array is refused."""
+    h5py = pytest.importorskip("h5py")
+    options = {"units": H, "recurrent_initializer": "zeros", "activation": "relu"}
+    layers = [spec("MyLSTM", "mine", go_backwards=True, **options)]
+    layers += [spec("RNN", "rnn", cell=spec("pack>Cell", "cell", **options))]
+    layers += [spec("LSTM", "same", **options) | {"module": None, "registered_name": "pack>LSTM"}]
+    places = ["layers/my_lstm/cell/vars", "layers/rnn/cell/vars", "layers/lstm/cell/vars"]
+
+    def write(count):
+        with h5py.File(tmp_path / "m.h5", "w") as file:
+            file.attrs["model_config"] = json.dumps(spec("Sequential", "model", layers=layers))
+            for layer, place in zip(layers, places, strict=True):
+                name, found = layer["config"]["name"], []
+                for n, word in enumerate(("kernel", "recurrent_kernel", "bias", "peephole")[:count]):
+                    place = place if ending == ".keras" else f"model_weights/{name}/{name}/c"
+                    found.append(f"{name}/c/{word}")
+                    array = np.ones((H, 4 * H) if n < 2 else (4 * H,), np.float32)
+                    file[f"{place}/{n if ending == '.keras' else word}"] = array
+                if ending == ".h5":
+                    file[f"model_weights/{name}"].attrs["weight_names"] = found
+            if ending == ".h5":
+                file["model_weights"].attrs["layer_names"] = [layer["config"]["name"] for layer in layers]
+        if ending == ".keras":
+            with zipfile.ZipFile(tmp_path / "m.keras", "w") as archive:
+                archive.writestr("config.json", json.dumps(spec("Sequential", "model", layers=layers)))
+                archive.write(tmp_path / "m.h5", "model.weights.h5")
+        return tmp_path / f"m{ending}"
+
+    relu = {"activations": ("sigmoid", "sigmoid", "relu", "sigmoid", "relu")}
+    found = convert.read(write(3))
+    read = [weights.options for weights in found.layers.values()]
+    assert len(found.notes) == 1 and found.notes[0].count(",") == 3 and "a class of your own" in found.notes[0]
+    assert read == [relu | {"reverse": True}, relu, relu]
+    with pytest.raises(ValueError, match="must have no arrays but kernel, recurrent_kernel, bias"):
+        convert.read(write(4))
+    layer = type("LSTM", (), {"get_weights": list, "name": "lstm"})()
+    with pytest.raises(ValueError, match="Bidirectional of Keras but got LSTM of"):
+        convert.from_keras(layer)
 
 
 @pytest.mark.parametrize(

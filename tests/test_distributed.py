@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -77,10 +78,11 @@ def kept(folder):
     return run["step"], np.array(run["losses"]), np.array([bits for _, bits in run["validation"]])
 
 
-def curve(dtype, corpus, evaluations):
+@cache
+def curve(dtype, evaluations):
     """Return (training losses, validation losses) of a single process that trains in the given dtype: float32, or
     float64 as the exact reference."""
-    run = char_lm.Run(SETTINGS, corpus)
+    run = char_lm.Run(SETTINGS, CORPUS)
     run.model.set_dtype(dtype)
     run.optimizer.init(run.model.trainable_parameters())
     run.state = tuple(array.astype(dtype) for array in run.state)
@@ -93,10 +95,10 @@ def curve(dtype, corpus, evaluations):
     return np.array(run.losses), np.array([bits for _, bits in run.validation])
 
 
-def assert_same_curve(losses, validation, corpus=CORPUS):
+def assert_same_curve(losses, validation):
     """Assert that the losses of several processes agree with those of one process. The several processes add in
     another order, so their error may be twice the float32 error of one process, plus a few roundings."""
-    exact, one = (curve(dtype, corpus, len(validation)) for dtype in (mx.float64, mx.float32))
+    exact, one = (curve(dtype, len(validation)) for dtype in (mx.float64, mx.float32))
     for got, alone, ref in zip((losses, validation), one, exact, strict=True):
         assert got.shape == ref.shape
         bound = 2 * largest(alone - ref) + 4 * np.finfo(np.float32).eps * largest(ref)
@@ -118,15 +120,16 @@ def test_three_processes_learn_what_one_learns(tmp_path):
 
 @pytest.mark.not_on_a_mac("it runs on the GPU, which adds up the gradient of an embedding in any order")
 def test_two_processes_as_a_user_starts_them(tmp_path):
-    (port,) = free_ports(1)
+    (port,), script = free_ports(1), tmp_path / "short_text.py"
+    script.write_text(PROCESS)
     launch = [Path(sysconfig.get_path("scripts")) / "mlx.launch", "-n", "2", "--starting-port", str(port), "--"]
-    line = [*launch, sys.executable, str(SCRIPT), "--distributed", f"--out={tmp_path}", *OPTIONS, "--evaluations=1"]
+    line = [*launch, sys.executable, str(script), TEXT, "-1", "0", "--distributed", f"--out={tmp_path}", *OPTIONS]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
     with subprocess.Popen(line, **pipes, text=True, encoding="utf-8", env=environment) as process:
         said = process.stdout.read()
     assert said.count("step    20") == said.count("validation: LSTM") == 1, said
-    assert_same_curve(*kept(tmp_path)[1:], char_lm.Corpus.of(char_lm.documentation()))
+    assert_same_curve(*kept(tmp_path)[1:])
 
 
 def test_killed_processes_leave_a_checkpoint_that_any_number_of_them_resumes(tmp_path):

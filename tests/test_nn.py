@@ -13,6 +13,7 @@ from pairs import pairs
 
 import mlx_lstm.nn as nn
 from mlx_lstm import torch
+from mlx_lstm.engines.cell_tracer import cached_trace
 
 D, H = 3, 4
 SHAPES = [(2, 5, D), (5, D), (1, 5, D), (2, 1, D), (1, 1, D), (1, D), (2, 3, 4, D), (20, 30, D)]
@@ -519,6 +520,16 @@ def test_gru_and_rnn_bad_arguments():
     assert raised.traceback[-1].name == "<lambda>"
     with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be MLX's tanh, relu or sigmoid here"):
         nn.RNN(D, H, nonlinearity=mx.exp).stepper()
+
+
+@pytest.mark.parametrize("nonlinearity", [mx.sin, reference.gelu, lambda a: a * 2], ids=["sin", "gelu", "lambda"])
+def test_a_nonlinearity_is_traced_once(nonlinearity):
+    """The function of an `RNN` is traced at the first call only, as tracing takes far longer than a call."""
+    layer, x = nn.RNN(D, H, nonlinearity=nonlinearity), mx.ones((2, 5, D))
+    layer(x)
+    before = cached_trace.cache_info().misses
+    layer(x)
+    assert cached_trace.cache_info().misses == before
 
 
 @pytest.mark.parametrize("nonlinearity", [mx.sin, reference.gelu, reference.Tanh()], ids=["sin", "gelu", "module"])

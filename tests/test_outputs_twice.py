@@ -187,3 +187,6 @@ def test_outputs_of_other_interfaces_are_distinct(steps):
     more = {"init_state": h[0], "init_cell": h[0], "descriptor": training}
     check(lambda x, Wh: mpsgraph.lstm(x, Wh, input_weight=Wx, **more), [x, Wh])
     check(lambda x, Wh: mpsgraph.gru(x, Wh[: 3 * H], input_weight=Wx[: 3 * H]), [x, Wh])
+    for holds in ("preactivations", "activations"):  # with the activations, h and zState are equal
+        more = {"z_state_holds": holds, "descriptor": mpsgraph.SingleGateRNNDescriptor(training=True)}
+        check(lambda x, R: mpsgraph.single_gate_rnn(x, R, input_weight=Wx[:H], **more), [x, Wh[:H]])  # noqa: B023

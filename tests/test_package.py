@@ -42,7 +42,7 @@ def test_metadata(wheel):
 
 
 def test_import_needs_only_mlx_and_numpy():
-    heavy = "torch tensorflow jax keras matplotlib rich hypothesis h5py onnx"
+    heavy = "torch tensorflow jax keras matplotlib rich h5py onnx"
     code = f"import sys, mlx_lstm; print([name for name in {heavy.split()!r} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 

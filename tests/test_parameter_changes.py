@@ -129,7 +129,7 @@ def change(rng, modules, old, alone):
     else:  # free the old array first, so that the new one may get its memory
         values = np.array(module[name])
         del module[name]
-        gc.collect()
+        gc.collect(0)
         module[name] = mx.array(values[::-1].copy())
     if rng.random() < 0.3:
         old[id(module), name] = module[name]

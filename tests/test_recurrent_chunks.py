@@ -2,6 +2,7 @@
 computes the other steps again in the gradient. Results must not change, and memory must stay bounded."""
 
 import sys
+import warnings
 from collections import deque
 from functools import partial
 from types import ModuleType
@@ -15,6 +16,8 @@ from clients import assert_by_differences
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_lstm import lstm, recurrent
+from mlx_lstm.ground.checks import forget_warnings
+from mlx_lstm.nn import LSTM
 
 T, B, D, H = 7, 3, 2, 4
 
@@ -251,6 +254,22 @@ def test_a_module_is_seen_wherever_a_step_holds_it(place):
         np.testing.assert_allclose(np.array(other), np.array(one), rtol=0, atol=1e-5, err_msg=name)
 
 
+def test_a_layer_inside_the_step_warns_of_nothing():
+    """The listing of what a step reads runs the step once more without values, about which an engine would warn."""
+    layer, x = LSTM(D, H), numbers(T, B, 5, D, key=5)
+
+    def step(x, state):
+        h = layer(x)[0][:, -1]
+        return h, state + h
+
+    forget_warnings()
+    with mx.stream(mx.cpu), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs, _ = recurrent(step, x, mx.zeros((B, H)), checkpoint_every=3)
+        np.testing.assert_allclose(np.array(outputs), np.array(layer(x)[0][:, :, -1]), rtol=0, atol=1e-6)
+    assert not caught
+
+
 def test_gradients_by_finite_differences():
     """With chunks of three steps, the gradients of x, the state and the parameters equal central differences in
     float64."""
@@ -351,6 +370,17 @@ class Counting(nn.Module):
         return h, self.inner(x) + h
 
 
+def by_helper(holder, x):
+    """Call a module in an attribute of the argument. The step's code does not name the attribute."""
+    return holder.layer(x)
+
+
+class OfClass:
+    """A class that holds a module."""
+
+    layer = nn.Linear(H, H)
+
+
 SETTINGS.weight, SETTINGS.weights, leaky.weight, QUEUE = W, {"all": [W]}, W, deque([W])
 MEANS = nn.BatchNorm(H)
 
@@ -364,6 +394,8 @@ BAD = {
     "an object's": (Holder().step, "or hold them in a module, but got self.scale"),
     "assigned": (Counting().step, "must not assign arrays to a module with checkpoint_every.*but got Counting.count"),
     "running means": (lambda x, h: (h, MEANS(x) + h), "assign arrays to a module .*but got BatchNorm.running_mean"),
+    "by a helper": (lambda x, h: (h, by_helper(OfClass, x) + h), "but got an array of shape"),
+    "by a computed name": (lambda x, h: (h, getattr(OfClass, "LAYER".lower())(x) + h), "but got an array of shape"),
     "no number": (lambda x, h: (h, h), "checkpoint_every must be a number of steps of at least 1", 0),
 }
 

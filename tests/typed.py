@@ -1,27 +1,54 @@
-"""Compute the share of public names whose types are known to the type checker; `make lint` runs this file. It fails
-if the share is below LEAST or if a function lacks an annotation.
+"""Check types; `make lint` runs this file. basedpyright reads the library and every Python block of the docs. At the
+same time it computes the share of public names whose types are known. The run fails if a type is wrong, if the share is
+below LEAST or if a function lacks an annotation.
 
 The share cannot reach 100 %: `basedpyright --verifytypes` cannot read the types of MLX's `nn`.
 """
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+
+from test_docs import PYTHON, ROOT
 
 LEAST = 0.95
-OPTIONS = ("--pythonpath", sys.executable, "--outputjson", "--ignoreexternal", "--verifytypes", "mlx_lstm")
+CHECKER = (sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable)
+OPTIONS = ("--outputjson", "--ignoreexternal", "--verifytypes", "mlx_lstm")
+BLOCKS = ROOT / "build" / "blocks"
+"""The folder of the docs' Python blocks, one of those that pyproject.toml names to basedpyright."""
 
 
 def main():
-    """Print the missing annotations and the share of typed names. Return True (exit code 1) on failure, otherwise
-    False."""
+    """Print the errors of types, the missing annotations and the share of typed names. Return True (exit code 1) on
+    failure, otherwise False."""
+    write_blocks()
+    with subprocess.Popen([*CHECKER, "-p", str(ROOT)], stdout=subprocess.PIPE, text=True) as checks:
+        failed = is_untyped()
+        print(checks.communicate()[0], end="")
+    return failed or checks.returncode != 0
+
+
+def write_blocks():
+    shutil.rmtree(BLOCKS, ignore_errors=True)
+    BLOCKS.mkdir(parents=True)
+    for block in PYTHON:
+        name = re.sub(r"\W", "_", f"{block.page.removesuffix('.md')}_line{block.line}")
+        Path(BLOCKS, f"{name}.py").write_text(block.text)
+
+
+def is_untyped():
+    """Print the missing annotations and the share of public names with a known type. Return whether they fail the
+    run."""
     # An editable install contains a folder `mlx_lstm` with only the shaders. PYTHONPATH makes the checker find the
     # source package first.
     # `--verifytypes` looks for packages with the `python` on PATH, whatever `--pythonpath` says.
     folders = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     own = os.environ | {"PYTHONPATH": ".", "PATH": folders}
-    done = subprocess.run([sys.executable, "-m", "basedpyright", *OPTIONS], env=own, capture_output=True, text=True)
+    done = subprocess.run([*CHECKER, *OPTIONS], env=own, capture_output=True, text=True)
     types = json.loads(done.stdout)["typeCompleteness"]
     partly = [symbol for symbol in types["symbols"] if symbol["isExported"] and not symbol["isTypeKnown"]]
     reasons = [f"{symbol['name']}: {why['message']}" for symbol in partly for why in symbol["diagnostics"]]

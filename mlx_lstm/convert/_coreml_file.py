@@ -22,7 +22,7 @@ import numpy as np
 from ..engines.problem import Arrays
 from ..ground.budget import shown
 from ..ground.checks import fail
-from .weights import OURS, Format, Weights, as_stored, of_layer, one_bias, reorder
+from .weights import OURS, Format, Weights, as_stored, evened, of_layer, one_bias, reorder
 
 ENDING = ".mlpackage"
 """The ending of a package's name."""
@@ -161,7 +161,7 @@ def mil_arrays(weights: Weights) -> list[Arrays]:
     if weights.cell.op != "lstm":
         why = "as Core ML's gru has no bias inside of its reset gate" if weights.cell.op == "gru" else "for Core ML"
         fail(op, f"layers of a {ENDING} file must be LSTMs, {why},", weights.cell.op)
-    weights = as_stored(op, weights, FORMAT)  # adds the forget bias to the bias; refuses a projection
+    weights = evened(as_stored(op, weights, FORMAT))  # adds the forget bias to the bias; refuses a projection
     if weights.cell.cell_clip is not None or any("peephole" in each for layer in weights.layers for each in layer):
         # Both are refused: Core ML's documentation does not say which value is clipped, nor whether the output gate's
         # peephole reads the old or the new c.

@@ -35,7 +35,7 @@ from ..ground.budget import Budget, shown
 from ..ground.checks import fail
 from ..ground.files import Foreign, members_of
 from . import _hdf5
-from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, to_keras
+from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, is_of_keras, to_keras
 from .weights import Weights, of_layer
 
 CLASSES = {"lstm": "LSTM", "gru": "GRU", "rnn": "SimpleRNN"}
@@ -354,18 +354,25 @@ def gathered(
     found: dict[str, Weights] = {}
     keys: dict[str, list[str]] = {}
     silent: list[str] = []  # the layers whose options the configuration does not tell
+    own: list[str] = []  # the layers of a user's class that derives from one of Keras
+    more = more_arrays(arrays, directions)
     # Layers that the configuration does not list come last.
     for place in sorted(layers, key=lambda place: (rank.get(id(told.get(place)), len(rank)), natural(place))):
         ways = sorted(layers[place], key=lambda direction: direction.way == "backward")  # the backward one last
         title = titles[place]
         name = title.own if owners[title.own] == 1 else title.name
         name = place.replace("/", ".") if name in found else name
-        config = told[place].config if place in told and can_tell(told[place].config) else None
-        if config is None:
-            silent.append(name)
         arrays_of_ways = [[arrays[key] for key in way.keys] for way in ways]
+        config = told[place].config if place in told else None
+        read_as = None if config is None else of_keras(config, kind_of(*arrays_of_ways[0]))
+        if read_as is None:
+            silent.append(name)
+        elif read_as is not config:
+            own.append(name)
         try:
-            found[name] = from_arrays("convert", arrays_of_ways, config, name, slope=slope)
+            for key in (key for way in ways for key in more.get(cell_of(way), [])):
+                fail("convert", f"{shown(name)} must have no arrays but {', '.join(NAMES)}", shown(key))
+            found[name] = from_arrays("convert", arrays_of_ways, read_as, name, slope=slope)
         except ValueError:
             if only is None or name in only:
                 raise
@@ -374,10 +381,19 @@ def gathered(
     rest = {key: array for key, array in arrays.items() if key not in taken}
     left_out = {key for key in rest if key.startswith("optimizer") or "seed_generator" in key}
     notes = [f"{len(left_out)} arrays of the optimizer and of random generators are left out"] if left_out else []
-    if silent:
-        names = ", ".join(map(shown, silent[:MOST_NOTES])) + (" and others" if len(silent) > MOST_NOTES else "")
-        notes.append(f"{names}: the file does not tell options such as activations: Keras 3's defaults are assumed")
+    notes += [*notes_naming(silent, DEFAULTS_ASSUMED), *notes_naming(own, OWN_CLASS)]
     return found, {plain(key): array for key, array in rest.items() if key not in left_out}, keys, notes
+
+
+DEFAULTS_ASSUMED = "the file does not tell options such as activations: Keras 3's defaults are assumed"
+OWN_CLASS = "a class of your own, read as the class of Keras from which it derives"
+"""The notes on layers whose class is not one of Keras, or whose options are in no configuration."""
+
+
+def notes_naming(names: list[str], text: str) -> list[str]:
+    """Return one note with the names of these layers and a text; none without names."""
+    first = ", ".join(map(shown, names[:MOST_NOTES])) + (" and others" if len(names) > MOST_NOTES else "")
+    return [f"{first}: {text}"] if names else []
 
 
 def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], legacy: bool) -> dict[str, Known]:
@@ -412,10 +428,48 @@ MOST_ALIKE = 8
 
 def can_tell(config: Mapping[str, Any]) -> bool:
     """Return whether a layer's configuration describes a single recurrent cell, maybe inside a Bidirectional."""
-    inner = config["config"]
-    if config["class_name"] == "RNN":
-        return isinstance(inner.get("cell"), Mapping) and inner["cell"].get("class_name") in KINDS
-    return config["class_name"] in (*KINDS, "Bidirectional")
+    return of_keras(config, "LSTM") is not None
+
+
+def of_keras(spec: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
+    """Return the description of a layer or cell as one of a class of Keras: unchanged if it has such a class, with the
+    class `kind` if a user's class derives from one of Keras, else None. Derived classes write Keras' options, such as
+    recurrent_initializer, which no other class of Keras has."""
+    config, cell = spec["config"], spec["config"].get("cell")
+    if spec["class_name"] == "RNN":
+        read_as = of_keras(cell, kind) if is_spec(cell) else None
+        changed = {**spec, "config": {**config, "cell": read_as}}
+        return None if read_as is None else spec if read_as is cell else changed
+    if spec["class_name"] in (*KINDS, "Bidirectional") and is_of_keras(spec):
+        return spec
+    return {"class_name": kind, "config": config} if "recurrent_initializer" in config else None
+
+
+def kind_of(kernel: Any, recurrent_kernel: Any, *_: Any) -> str:
+    """Return Keras' class of the layer with these arrays. A shape that no layer has is refused later."""
+    H, columns = np.shape(recurrent_kernel)
+    return {1: "SimpleRNN", 3: "GRU"}.get(columns // max(H, 1), "LSTM")
+
+
+def more_arrays(arrays: Mapping[str, Any], directions: list[Direction]) -> dict[str, list[str]]:
+    """Return the keys of arrays that the cell of a layer has besides Keras' three, by the cell's place in the file. A
+    user's cell may have more, such as a peephole; the state of a random generator is no such array."""
+    taken = {key for each in directions for key in each.keys}
+    cells = {cell_of(each) for each in directions}
+    found: dict[str, list[str]] = {}
+    for key in arrays:
+        if key in taken or "seed_generator" in key:
+            continue
+        # outer: the groups that contain the array.
+        for outer in (key[: slash.start()] for slash in re.finditer("/", key)):
+            if outer in cells:
+                found.setdefault(outer, []).append(key)
+    return found
+
+
+def cell_of(direction: Direction) -> str:
+    """Return the group of a file that holds the arrays of a direction's cell, without "/vars" at its end."""
+    return direction.keys[0].rpartition("/")[0].removesuffix("/vars")
 
 
 def natural(text: str) -> list[Any]:

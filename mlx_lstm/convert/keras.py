@@ -39,6 +39,9 @@ KINDS = {"LSTM": "lstm", "GRU": "gru", "SimpleRNN": "rnn", "LSTMCell": "lstm", "
 KINDS |= {"CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
 """Keras' classes of layers and cells, and this package's names of the cells. The last two are in Keras 2 only."""
 
+PACKAGES = ("keras", "keras_core", "tf_keras", "tensorflow")
+"""The packages whose layers are Keras'. Layers of other packages are classes of a user."""
+
 NAMES = ("kernel", "recurrent_kernel", "bias")
 """The names that Keras gives to the arrays of one direction, in the order of its `get_weights`."""
 
@@ -78,17 +81,18 @@ def from_keras(*layers: Any) -> Weights:
     parts = []
     for layer in layers:
         kind = type(layer).__name__
-        if kind not in (*KINDS, "Bidirectional") or not hasattr(layer, "get_weights"):
+        is_own = type(layer).__module__.partition(".")[0] not in PACKAGES  # a user's class may be called LSTM, too
+        if kind not in (*KINDS, "Bidirectional") or is_own or not hasattr(layer, "get_weights"):
             is_read = hasattr(layer, "layers") or kind == "RNN"  # an RNN of Keras' cells
             whole = ": convert.read takes a file with all layers," if is_read else ""
             whole = ": pass the layers one by one," if isinstance(layer, (list, tuple)) else whole
-            fail(op, f"layers must be LSTM, GRU, SimpleRNN or Bidirectional of Keras{whole}", kind)
+            got = f"{kind} of {type(layer).__module__}" if is_own and kind in KINDS else kind
+            fail(op, f"layers must be LSTM, GRU, SimpleRNN or Bidirectional of Keras{whole}", got)
         config = {"class_name": kind, "config": layer.get_config()}
-        arrays, directions = layer.get_weights(), 2 if kind == "Bidirectional" else 1
-        count = len(arrays) // directions  # the arrays of one direction; those of the forward direction come first
-        if not count:
+        both = [layer.forward_layer, layer.backward_layer] if kind == "Bidirectional" else [layer]
+        ways = [way.get_weights() for way in both]  # the arrays of each direction
+        if not all(ways):
             fail(op, "layers must be built", f"{layer.name} without weights")
-        ways = [arrays[way * count : (way + 1) * count] for way in range(directions)]
         parts.append(from_arrays(op, ways, config, layer.name))
     return stack(op, parts)
 
@@ -117,6 +121,8 @@ def from_arrays(
     # arrays of a CuDNNLSTM or CuDNNGRU in the usual layout, or None for other layers. Their bias is [2, GH]. A GRU
     # with such a bias resets after the product, as these do, so below only an LSTM is a special case.
     inner = None if config is None else wrapped(op, config, name)
+    if (most := max(map(len, ways))) > len(NAMES):
+        fail(op, f"{name} must have no arrays but {', '.join(NAMES)}", f"{most} arrays")
     cudnn = [of_cudnn(*arrays) for arrays in ways]
     ways = [arrays for arrays in cudnn if arrays] if all(cudnn) else ways
     shape = np.shape(ways[0][1])  # of recurrent_kernel, [H, GH]
@@ -180,9 +186,16 @@ def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         return wrapped(op, forward, name)
     if config["class_name"] == "RNN":
         return wrapped(op, config["config"]["cell"], name)
-    if config["class_name"] not in KINDS:
-        fail(op, f"{name} must be LSTM, GRU or SimpleRNN", config["class_name"])
+    if config["class_name"] not in KINDS or not is_of_keras(config):
+        fail(op, f"{name} must be LSTM, GRU or SimpleRNN of Keras", config["class_name"])
     return config
+
+
+def is_of_keras(spec: Mapping[str, Any]) -> bool:
+    """Return whether a serialized layer or cell has a class of Keras, not a user's class of the same name. Old files
+    tell only the class's name; Keras registers no name for its own classes."""
+    module = spec.get("module")
+    return spec.get("registered_name") is None if module is None else str(module).partition(".")[0] in PACKAGES
 
 
 def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..engines.cells import ACTIVATIONS
 from ..engines.directions import join, part
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, check_flag, check_option, fail
@@ -31,6 +32,7 @@ from .weights import (
     cell_of,
     check_weights,
     checked,
+    evened,
     from_one_bias,
     gate_order,
     one_bias,
@@ -80,6 +82,8 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
     op = "from_mlx"
     arguments = (layers,) if reverse is None else (layers, reverse)
     ways = [way if isinstance(way, (list, tuple)) else [way] for way in arguments]  # the layers of each direction
+    if nonlinearity is not None:
+        check_option(op, "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
     if not ways[0] or len({len(way) for way in ways}) > 1:
         fail(op, "layers and reverse must be as many, at least one", [len(way) for way in ways])
     # weights: for each layer a list of the arrays of each direction. acts: the activations of all layers. cell and
@@ -245,7 +249,8 @@ def to_ops(weights: Weights) -> list[Arrays]:
         (10, 2, 8)
     """
     words = ("Wx", "Wh", "b", "bhn", "Wp", "peephole")
-    # `one_bias` returns b, the sum of both biases, and maybe bhn. `join` puts both directions into one array per name.
-    with_b = check_weights("to_ops", weights).map(lambda arrays: arrays | one_bias(weights.cell, arrays))
+    # `evened` gives both directions the same arrays. `one_bias` returns b, the sum of both biases, and maybe bhn.
+    # `join` puts both directions into one array per name.
+    with_b = evened(check_weights("to_ops", weights)).map(lambda arrays: arrays | one_bias(weights.cell, arrays))
     layers = [[{word: way[word] for word in words if word in way} for way in layer] for layer in with_b.layers]
     return [join(layer) if len(layer) == 2 else layer[0] for layer in layers]

@@ -27,6 +27,7 @@ from .weights import (
     Weights,
     as_stored,
     checked,
+    evened,
     from_peepholes,
     peepholes,
     reorder,
@@ -206,7 +207,8 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
         ValueError: ONNX' nodes have no place for an option of the cell: a projection, a clipped cell.
     """
     op = "to_onnx"
-    weights = as_stored(op, weights, FORMAT)  # refuses options that `FORMAT` does not list, such as a projection
+    # `as_stored` refuses options that `FORMAT` does not list, such as a projection. A node has P for both directions.
+    weights = evened(as_stored(op, weights, FORMAT))
     cell = weights.cell
     attributes: dict[str, Any] = {"hidden_size": weights.hidden_size}
     # "bidirectional", else "reverse" or "forward".

@@ -15,8 +15,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..engines.cells import ACTIVATIONS
 from ..engines.problem import Arrays
-from ..ground.checks import fail
+from ..ground.checks import check_option, fail
 from ..ground.files import shown
 from .weights import (
     OF_GATES,
@@ -76,8 +77,15 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     whole = parameters_of(op, rule, arrays)  # all entries of the layer or dict
     selected = parameters_of(op, rule, arrays, prefix)
     layer, arrays = named_layer(arrays, prefix), selected
+    check_option(op, "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
     nonlinearity = getattr(layer, "nonlinearity", nonlinearity)
     check_forward(op, layer)
+    if any(isinstance(value, (dict, list)) for value in whole.values()):  # a module of MLX with modules inside
+        fail(
+            op,
+            "arrays must be a layer, not a model of MLX: pass model.lstm or what the layer is called,",
+            sorted(whole),
+        )
     check_prefix(op, whole, arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}  # by (layer, direction), the arrays by name
     # The names of a cell have no layer and no direction. Then both groups of the pattern are empty.

@@ -240,6 +240,8 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     """
     G, D = weights.cell.gates, weights.directions
     first = weights.layers[0][0]  # the first layer's forward direction, with which all others must agree
+    if weights.reverse and D == 2:
+        fail(op, "reverse must be False for both directions", True)
     if weights.cell.projection_clip is not None and "Wp" not in first:
         fail(op, "projection_clip must be None without a projection", weights.cell.projection_clip)
     for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
@@ -257,6 +259,8 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     # shapes: what each array must have. The input of a layer above the first is the output of the layer below, D P.
     shapes: dict[str, list[int | str]] = {"Wh": [rows, P], "bx": [rows], "bh": [rows], "peephole": [rows]}
     shapes["Wp"] = [P, rows // G]
+    # others: what no layer may have: only LSTMs have these two, and a projection is in all layers or in none.
+    others = {"Wp", "peephole"} if weights.cell.op != "lstm" else {"Wp"} - first.keys()
     for n, layer in enumerate(weights.layers):
         shapes["Wx"] = [rows, D * P if n else weights.input_size]
         for way, arrays in enumerate(layer):
@@ -264,6 +268,9 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
                 if word not in arrays:
                     fail(op, f"{title(n, way, word)} must be there", "no such array")
             for word, array in arrays.items():
+                if word in others:
+                    rule = "all layers have it" if weights.cell.op == "lstm" else "the cell is an LSTM"
+                    fail(op, f"{title(n, way, word)} must not be there unless {rule}", "this array")
                 # Building the title takes longer than this check, so it is built for a wrong array only.
                 if list(array.shape) != shapes[word] or array.dtype not in FLOATS:
                     check_array(op, title(n, way, word), array, shapes[word], why=f", as H is {rows // G},")
@@ -334,6 +341,17 @@ def in_bias(weights: Weights) -> Weights:
         return weights  # another cell, or a forget bias of 0
     whole = weights._replace(cell=cell._replace(forget_bias=0.0))
     return whole.map(lambda arrays: with_forget_bias(arrays, cell.forget_bias))
+
+
+def evened(weights: Weights) -> Weights:
+    """Return the weights with the same arrays in both directions of each layer: a bias or a peephole that only one of
+    them has is zeros in the other. Formats whose arrays hold both directions need them."""
+
+    def evened_layer(layer: Sequence[Arrays]) -> list[Arrays]:
+        every: Arrays = {name: array for arrays in layer for name, array in arrays.items()}
+        return [{name: arrays.get(name, mx.zeros_like(every[name])) for name in every} for arrays in layer]
+
+    return weights._replace(layers=[evened_layer(layer) for layer in weights.layers])
 
 
 def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:

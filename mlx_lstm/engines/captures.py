@@ -46,9 +46,6 @@ PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
 """Types whose values are put into the key without a search, because they hold no other objects. (`visit` handles float,
 whose NaN is not equal to itself.)"""
 
-NUMBER_READERS = {"item", "tolist", "float", "int"}
-"""Methods and functions by which code reads the numbers of an array as numbers of Python."""
-
 HIDING_READERS = {"globals", "locals", "eval", "exec", "__import__", "import_module"}
 """Functions by which code reads what its own names do not tell."""
 
@@ -124,8 +121,10 @@ class Captured:
     """What a function captures. key: the numbers, texts and code that it can reach, as a list of values that can be
     compared. arrays: the MLX arrays, of which the key has only shape and dtype. modules: the modules of `mlx.nn`.
     named: the arrays that other objects, classes, functions and Python modules hold in an attribute, as pairs
-    (attribute, array), without those that a property computes. reads_numbers: whether code that the search finds may
-    read numbers of arrays, for which the key does not suffice.
+    (attribute, array), without those that a property computes. is_whole: whether the key surely has all numbers that
+    the function reads. It may lack some if there is an object, an array or a container of a user's class: code may read
+    them in ways that its names do not tell, such as `getattr(self, name)`, or as arguments of another function. stops:
+    whether code that the search finds names `mx.stop_gradient`.
 
     The search follows an attribute of an object or of a Python module only if the code that reads the object contains
     the attribute's name.
@@ -138,7 +137,8 @@ class Captured:
         self.arrays: list[mx.array] = []
         self.modules: list[nn.Module] = []
         self.named: list[tuple[str, mx.array]] = []
-        self.reads_numbers: bool = False
+        self.is_whole: bool = True
+        self.stops: bool = False
         self.seen: dict[tuple[int, tuple[str, ...], bool], Any] = {}  # holds the objects, so that their ids stay theirs
         self.attribute: str | None = None  # the attribute whose list, dict or other container is being searched
         self.partly: bool = partly
@@ -150,6 +150,7 @@ class Captured:
         if isinstance(value, float):
             self.key.append((type(value), float.hex(value)))  # so -0.0 differs from 0.0, and NaN equals NaN
         elif isinstance(value, PLAIN):
+            self.is_whole &= type(value) in PLAIN  # an IntEnum may have attributes
             # As texts: Python cannot hash a slice in all its versions, and 0j == -0j, but their texts differ.
             self.key.append((type(value), str(value) if isinstance(value, (slice, complex)) else value))
         elif isinstance(value, (np.ndarray, np.generic)):
@@ -157,7 +158,9 @@ class Captured:
                 return self.stop()
             self.key.append((value.dtype.str, value.shape, value.tobytes()))
         elif isinstance(value, mx.array):
-            # A graph may depend on an array's shape. `cell_tracer.absorb` refuses a graph that contains its numbers.
+            # A graph may depend on an array's shape. `cell_tracer.absorb` refuses a graph that contains the array, but
+            # code may also read its numbers as Python numbers, as in `rate.item()` or `if flag`.
+            self.is_whole = False
             self.key.append((mx.array, value.shape, value.dtype))
             self.arrays.append(value)
             self.named += [] if self.attribute is None else [(self.attribute, value)]
@@ -181,14 +184,18 @@ class Captured:
             code = getattr(value.__func__, "__code__", None)  # a method that Python did not compile has no code
             self.within(None, [value.__self__], names_in(code) if code else names, depth)
         elif isinstance(value, partial):
+            self.is_whole &= type(value) is partial and not vars(value)
             self.many([value.func, list(value.args), value.keywords], names, depth)
         elif isinstance(value, (list, tuple, set, frozenset)):
+            self.is_whole &= type(value) in (list, tuple, set, frozenset)  # a NamedTuple may have methods
             self.key.append((type(value), len(value)))
             self.many(value, names, depth)
         elif isinstance(value, dict) and not isinstance(value, nn.Module):
+            self.is_whole &= type(value) is dict
             self.key.append((dict, len(value)))
             self.many([each for pair in value.items() for each in pair], names, depth)
         elif (held := held_by(value)) is not None:
+            self.is_whole = False
             self.key.append((type(value), len(held)))
             self.many(held, names, depth)
         elif isinstance(value, nn.Module) and library_of(value) in LIBRARIES:
@@ -202,6 +209,8 @@ class Captured:
             self.within(None, [value.__self__], names, depth)
         # What is not searched. Objects may have any kind of ==, so `Itself` compares only which objects they are.
         elif isinstance(value, COMPILED) or library_of(value) in LIBRARIES or is_own(value):
+            self.is_whole &= callable(value) or isinstance(value, ModuleType)  # unlike a generator of random numbers
+            self.stops |= value is mx.stop_gradient
             self.key.append(Itself(value))
         elif isinstance(value, FunctionType):
             self.function(value, names, depth)
@@ -216,7 +225,8 @@ class Captured:
         self.key.append(value.__code__)
         # read: the names in its own code, which say what it reads of its variables and defaults.
         read = names_in(value.__code__)
-        self.reads_numbers |= not NUMBER_READERS.isdisjoint(read)
+        self.stops |= "stop_gradient" in read
+        self.is_whole &= not vars(value)  # a function with attributes
         if not HIDING_READERS.isdisjoint(read):
             self.stop()
         variables = [each for _, each in variables_of(value)]
@@ -228,6 +238,7 @@ class Captured:
     def object(self, value: Any, names: tuple[str, ...], depth: int) -> None:
         """Search an object with attributes: an instance, a class or a Python module. names: the names in the code that
         reads it. depth: how many objects lead from the function to its attributes."""
+        self.is_whole = False
         if isinstance(value, nn.Module):
             self.modules.append(value)
         # Code may run methods of the object's class without their names, such as `__call__`. They read more attributes.

@@ -115,20 +115,42 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
     apart: whether the cell gets the input's part and the recurrent part of each preactivation as a pair. shape: (B, H),
     the shape of each state. dtype: float32 or float64.
     """
-    # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed, or if
-    # it reads numbers of an array.
+    # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed.
     try:
-        captured = Captured(cell)
-        if captured.arrays and captured.reads_numbers:
-            return trace(cell, counts, apart, shape, dtype)
-        graph = cached_trace(Weakly(cell), counts, apart, shape, dtype, tuple(captured.key))
-        return graph.of_function(partial(called, cell, counts, apart))
-    except TooMuch:
+        captured, step = Captured(cell), partial(called, cell, counts, apart)
+        key = captured.key
+        if not captured.is_whole:
+            # The search may have missed a number, so the key also gets the operations. MLX lists no mx.stop_gradient,
+            # which only shows in the gradient.
+            with mx.stream(mx.cpu):  # as in `trace`
+                given, d_states = arrays_of(counts, apart, shape, dtype)
+                key = [*key, listing(step, given, d_states if captured.stops else [])]
+        graph = cached_trace(Weakly(cell), counts, apart, shape, dtype, tuple(key))
+        return graph.of_function(step)
+    except (TooMuch, NotPointwise):
         return trace(cell, counts, apart, shape, dtype)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
         return trace(cell, counts, apart, shape, dtype)
+
+
+def listing(step: Callable[..., list[mx.array]], given: list[mx.array], d_states: list[mx.array]) -> str:
+    """Return MLX's list of the operations of `step` as text, with the exact numbers of its constants. given: arrays of
+    the shapes and dtypes of its arguments. d_states: the same for the cotangents of its results, if the text shall also
+    list the operations of the gradient; else no arrays."""
+    n = len(given)
+
+    def results(*arrays: mx.array) -> list[mx.array]:
+        values, gradients = vjp(step, arrays[:n], arrays[n:]) if d_states else (step(*arrays), [])
+        return [*values, *gradients]
+
+    content = exported(results, [*given, *d_states])
+    try:
+        constants = [array.tolist() for item in content for _, array in item.get("constants", ())]
+    except ValueError as error:  # a placeholder of mx.compile or mx.vmap has no numbers
+        raise NotPointwise("a captured array") from error
+    return repr((content, constants))
 
 
 @lru_cache(512)
@@ -146,13 +168,20 @@ def cached_trace(
     return trace(cell.function(), counts, apart, shape, dtype).of_function(None)
 
 
+def arrays_of(
+    counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype
+) -> tuple[list[mx.array], list[mx.array]]:
+    """Return one array for each argument of a cell, the preactivations (twice as many if `apart`), states, inputs and
+    parameters, and one for the cotangent of each new state."""
+    zeros = mx.zeros(shape, dtype)
+    return [zeros] * (counts.gates * (1 + apart) + sum(counts[1:])), [zeros] * counts.states
+
+
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
     """Return the graph of a cell and of MLX's derivative of it. The arguments are those of `traced`."""
     with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
         step = partial(called, cell, counts, apart)  # the cell as a function of one list of arrays
-        # One array for each input: the preactivations (twice as many if `apart`), states, inputs and parameters.
-        given = [mx.zeros(shape, dtype)] * (counts.gates * (1 + apart) + sum(counts[1:]))
-        d_states = [mx.zeros(shape, dtype)] * counts.states
+        given, d_states = arrays_of(counts, apart, shape, dtype)
         graph = Graph()
         try:
             names = [*names_of(counts, apart)]

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral, Real
 from pathlib import Path
 from threading import Lock
@@ -65,9 +66,25 @@ _lock = Lock()
 """The lock of `_said`."""
 
 
+_quiet = ContextVar("quiet", default=False)
+"""Whether `warn_once` shows nothing at the moment."""
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Show no warning of this package inside the context, and do not count it as shown."""
+    before = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(before)
+
+
 def warn_once(text: str) -> None:
     """Show a warning once per process and text, at the innermost line of the call stack that is outside of this
     package."""
+    if _quiet.get():
+        return
     with _lock:
         known = text in _said
         _said.add(text)

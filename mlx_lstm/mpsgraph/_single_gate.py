@@ -18,6 +18,7 @@ import mlx.core as mx
 from .. import recurrence
 from ..convert.mpsgraph import activation_names
 from ..engines.choice import Engine
+from ..engines.tracing import distinct
 from ..ground.checks import check_every, check_option
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
 
@@ -109,7 +110,8 @@ def single_gate_rnn(
     training, options = descriptor.training, {"engine": engine, "stream": stream}
     options |= {"checkpoint_every": check_every(op, checkpoint_every)}
     outputs = recurrence.rnn(**call, return_gates=training, training=training, **options)
-    return [outputs.h, *([getattr(outputs, Z_STATES[z_state_holds])] if training else [])]
+    # h may also be zState. `distinct` makes it an array of its own, as `mx.vjp` needs.
+    return [outputs.h, *(distinct([getattr(outputs, Z_STATES[z_state_holds])]) if training else [])]
 
 
 def single_gate_rnn_gradients(

@@ -17,7 +17,8 @@ NO_UNITS: why 0 units are refused, for an error text.
 import math
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from typing import Any, ClassVar, NamedTuple
+from types import MethodType
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -595,15 +596,17 @@ class RNN(Layer):
         options |= {"lengths": flat_lengths(op, lengths, tuple(batch)), "checkpoint_every": self.checkpoint_every}
         # `pointwise` takes x [L, B, D], with one batch axis and the time first.
         given = arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]
-        cell, x = Activated(self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)
+        # A method of the nonlinearity: two such cells with the same function are equal, so it is traced (turned into a
+        # graph of operations) only once.
+        cell, x = MethodType(activated, self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)
         try:
             h, _ = pointwise(cell, x, *given, **options, training=self.training, engine=self.engine)
         except ValueError as error:  # the user passed a nonlinearity, not the cell that the text names
             begin, named, rule = str(error).partition("[pointwise] the cell must")
             if begin or not named:  # another error, not one about the cell
                 raise
-            # Leave out where the text names the cell, " in Activated ...", and end the sentence there.
-            rule, cell_named, _ = rule.partition(f" in {Activated.__name__}")
+            # Leave out where the text names the cell, " in activated ...", and end the sentence there.
+            rule, cell_named, _ = rule.partition(f" in {activated.__name__}")
             raise ValueError(f"[{op}] nonlinearity must{rule}" + "." * bool(cell_named)) from None
         h = h.swapaxes(0, 1).reshape(*batch, L, H)
         return [h[..., 0, :] if is_step else h]
@@ -707,16 +710,13 @@ def check_nonlinearity(nonlinearity: object) -> None:
         fail("nn.RNN", rule, repr(nonlinearity))
 
 
-class Activated(NamedTuple):
-    """The cell of a plain RNN with any activation, as `mlx_lstm.pointwise` takes a cell. Two cells with the same
-    function are equal, so the function is traced (turned into a graph of operations) only once."""
-
-    function: Callable[[mx.array], mx.array]
-
-    def __call__(self, a: tuple[mx.array, ...], state: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-        """Return (new h,). a: one preactivation, because the cell has one gate. The old state is in a already, by its
-        product with Wh, so `state` is not read."""
-        return (self.function(a[0]),)
+def activated(
+    function: Callable[[mx.array], mx.array], a: tuple[mx.array, ...], state: tuple[mx.array, ...]
+) -> tuple[mx.array, ...]:
+    """Return (new h,): the cell of a plain RNN with any activation, as `mlx_lstm.pointwise` takes a cell. a: one
+    preactivation, because the cell has one gate. The old state is in a already, by its product with Wh, so `state` is
+    not read."""
+    return (function(a[0]),)
 
 
 def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:

@@ -23,8 +23,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..engines.captures import held_by, is_own, reached, variables_of
+from ..engines.cell_tracer import captured_arrays, exported
 from ..engines.tracing import custom_function, vjp
-from ..ground.checks import fail
+from ..ground.checks import fail, without_warnings
 
 OP = "recurrent"
 """The function that error texts begin with."""
@@ -64,6 +65,9 @@ def checkpointed(
         keys = [[key for key, _ in each] for each in floats]
         with replaced(modules, [list(zip(*each, strict=True)) for each in zip(keys, tree["modules"], strict=True)]):
             return chunk(start, piece, state, tree["parameters"])
+
+    first = mapped(lambda array: array[:1], sequences), state, parameters  # of one step
+    refuse_lost(lambda tree: chunk(order[0], *tree), first, modules)
 
     # [the tree of the results of `forward`], which is known when it has run: (outputs, last state, state at the start
     # of each chunk). The states at the starts are results, so MLX keeps them for the backward pass.
@@ -249,6 +253,46 @@ def captured_modules(step: Any) -> list[nn.Module]:
             modules[id(module)] = module
             inside |= {id(each) for each in module.modules()}
     return list(modules.values())
+
+
+def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) -> None:
+    """Raise an error if one step reads an array of floats that is neither in the tree of its arguments nor held by one
+    of the modules: the gradient of such an array would be 0. A search of the step's code may miss it, so MLX lists what
+    the step reads. If MLX cannot list an operation of the step, nothing is raised. run: runs the step with such a
+    tree."""
+    # held: of each module all arrays, as pairs (key, array), also those that are no parameters. Arrays in a tuple, no
+    # parameters for MLX, cannot be replaced, so a step with such a module is not checked.
+    whole: Any = [tree_flatten(module, is_leaf=lambda value: isinstance(value, tuple)) for module in modules]
+    held = [[(key, array) for key, array in each if isinstance(array, mx.array)] for each in whole]
+    own = [array for each in held for _, array in each]
+    in_tuples = leaves([value for each in whole for _, value in each if isinstance(value, tuple)])
+    if any(isinstance(value, mx.array) for value in in_tuples):
+        return
+
+    # Put arrays into the modules.
+    def put(values: Any) -> None:
+        following = iter(values)
+        for module, each in zip(modules, held, strict=True):
+            module.update(tree_unflatten([(key, next(following)) for key, _ in each]))
+
+    # Run the step with arrays in place of those of the tree and of the modules. Return the arrays of its results.
+    def work(*arrays: mx.array) -> list[mx.array]:
+        put(arrays[len(arrays) - len(own) :])
+        return leaves(run(filled(tree, arrays)))
+
+    given = [mx.zeros(array.shape, array.dtype) for array in [*leaves(tree), *own]]  # the numbers do not matter
+    try:
+        with without_warnings():  # engines warn that an export has no values; the real run warns if it must
+            # Both lists are alive at the same time, as `captured_arrays` needs them.
+            content, again = exported(work, given), exported(work, given)
+    except Exception:
+        return
+    finally:
+        put(own)
+    found = {key: array for item in content for key, array in item.get("constants", ())}
+    captured = captured_arrays(content, again)
+    for key in [key for key in found if key in captured]:
+        refuse_floats(found[key], f"an array of shape {list(found[key].shape)}")
 
 
 def refuse_floats(array: mx.array, name: str) -> None:

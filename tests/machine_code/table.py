@@ -87,11 +87,25 @@ def defaults() -> frozenset[Case]:
         return divided(layer._replace(B=None, cores=None), backward, cut)
 
     with patch.object(fused, "fused_tiling", shared):
-        for cell, dtype, H, B, cores in product(CELLS, DTYPES, range(32, WIDEST + 1, 32), BATCHES, CORES):
-            rows = fused.rows_for(LayerSize(CELLS[cell], B, H, DTYPES[dtype].size, 1, cores))
-            case = Case("fused", cell, dtype, BATCH_OF_ROWS[rows], H, rows=rows)
-            if case not in found and predict(CELLS[cell], DTYPES[dtype], B, H, cores).engine == "fused":
-                found.add(case)
+        for cell, (dtype, of), H in product(CELLS, DTYPES.items(), range(32, WIDEST + 1, 32)):
+            found |= {
+                Case("fused", cell, dtype, BATCH_OF_ROWS[rows], H, rows=rows) for rows in default_rows(cell, of.size, H)
+            }
+    return frozenset(found)
+
+
+@cache
+def default_rows(cell: str, itemsize: int, H: int) -> frozenset[int]:
+    """Return the numbers of batch items of a threadgroup for which `fused` is the default engine, over all batches
+    and numbers of cores. Of the dtype only the size matters, here and for `predict`."""
+    dtype = next(dtype for dtype in DTYPES.values() if dtype.size == itemsize)
+    found = set()
+    for B, cores in product(BATCHES, CORES):
+        rows = fused.rows_for(LayerSize(CELLS[cell], B, H, itemsize, 1, cores))
+        if rows not in found and predict(CELLS[cell], dtype, B, H, cores).engine == "fused":
+            found.add(rows)
+        if len(found) == 3:  # 1, 2 and either 4 or 8
+            break
     return frozenset(found)
 
 

@@ -4,6 +4,7 @@ that import it most directly first."""
 import ast
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def imports(root: Path, path: str) -> set[str]:
     shader may be composed, as "pointwise" and "_forward", so a word also stands for the names that begin with it."""
     text = (root / path).read_text()
     package, found = Path(path).with_suffix("").parts[:-1], set()
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -44,6 +45,14 @@ def imports(root: Path, path: str) -> set[str]:
         named = [stem for stem in stems if any(stem == word or stem.startswith(f"{word}_") for word in words)]
         shaders = {f"metal/{stem}.metal" for stem in named}
     return {module_path(root, name) for name in found} - {"", path} | shaders
+
+
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements within a node, at any depth. `ast.walk` would visit all expressions, too."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for inner in getattr(node, field, ()):
+            yield inner
+            yield from statements(inner)
 
 
 def words_of(path: str) -> set[str]:

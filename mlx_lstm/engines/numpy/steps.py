@@ -115,7 +115,7 @@ def function_of(
     )
     made_here: dict[str, Any] = {}  # what the text defines: the function `build`
     # The statements were generated from a graph of numbered nodes, so they contain no text that the caller wrote.
-    exec(compile(text, "<a cell>", "exec"), NAMES, made_here)  # nosec B102
+    exec(compile(text, "<a cell>", "exec"), NAMES, made_here)  # noqa: S102
     return made_here["build"]
 
 
