@@ -138,10 +138,10 @@ HARMLESS = {
     # dc[0] is 0: h has its cotangent in dh.
     "if (k > 0) ds[k] += dc[k];  > becomes >=",
     # If both numbers are equal, both branches of ?: give the same.
-    "template <class Cell> constant constexpr int VALUES = Cell::GATES > Cell::KEPT ? int(Cell::GATES) : int(Cell::KEPT);"
-    "  > becomes >=",
-    # p[4] is the forget bias, which the next line sets. The bits of `OPTIONS` after those of the gates give a block that
-    # exists, so the additional read stays in the array.
+    "template <class Cell> constant constexpr int VALUES = Cell::GATES > Cell::KEPT ? int(Cell::GATES) : "
+    "int(Cell::KEPT);  > becomes >=",
+    # p[4] is the forget bias, which the next line sets. The block of a gate has two bits, so also the read for gate 4
+    # stays in the array.
     "for (int gate = 0; gate < 4; ++gate)  < becomes <=",
     # The loop copies N numbers, 4 per pass, and N is a multiple of 4. With the bound N - 1 it has the same passes: e =
     # 0, 4, ..., N - 4.
