@@ -71,7 +71,7 @@ class Known(NamedTuple):
 
 def load() -> Any:
     """Import and return the package h5py, which writes the files here; `_hdf5` reads them in a child process."""
-    _hdf5.load()
+    _hdf5.load()  # raises ImportError with advice if h5py is missing
     import h5py
 
     return h5py
