@@ -143,11 +143,8 @@ void fused_matrix_forward(
     real[e] = b0 + e < sweep.B && unit < H;
     first_place<false>(sweep, min(b0 + e, sweep.B - 1), GATES, 0, H, read, at[e]);
     length[e] = b0 + e < sweep.B ? value_at(a.lengths, b0 + e, sweep.T) : 0;
-#pragma clang loop unroll(full)
-    for (int k = 0; k <= C; ++k) states[e][k] = 0.0f;
     if (!real[e]) continue;
-    load_all<1, H>(a.h0, item, unit, states[e], 0);
-    load_all<C, H>(a.c0, item, unit, states[e], 1);
+    load_states<Cell, H>(a.h0, a.c0, item, unit, states[e]);
     vectors[(sweep.start & 1) * HALF + 8 * unit + column + e] = states[e][0] * value_at(a.mask, at[e].mask, 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product

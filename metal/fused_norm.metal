@@ -117,8 +117,10 @@ using Pair = float2;
 
 // Write own[r], the pair of sums of the caller's simdgroup for batch item r, to threadgroup memory. After a barrier,
 // read pairs of other simdgroups: all[turn][r] is the one that the lane reads in turn `turn`. Lanes with the same lane
-// % EVERY belong to one norm and have the same pair, so the first EVERY lanes write. peer: the first place of the
-// lane's norm. n counts the pairs that a lane reads: batch item n % ROWS in turn n / ROWS.
+// % EVERY belong to one norm and have the same pair, so the first EVERY lanes write. The memory has the pairs of a norm
+// side by side, one place for each simdgroup, and in each place ROWS pairs. peer: the first place of the lane's norm.
+// P::first(lane): the simdgroup that the lane reads first. n counts the pairs that it reads: batch item n % ROWS in
+// turn n / ROWS.
 template <class P, int EVERY, int ROWS>
 void share(
     thread const Pair (&own)[ROWS], uint index, threadgroup float4* memory, thread Pair (&all)[P::TURNS][ROWS]) {

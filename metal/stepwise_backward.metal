@@ -123,8 +123,9 @@ float dh_sum(
   return Cell::PRODUCTS == 0 ? outside : outside + *sum * mask_at(s, a.mask, next, b, j, width);
 }
 
-// Return how many floats a unit has at the beginning of a row: its carries, with `keep` a second time before the
-// multiplication by keep, and the gradients of SUMMED parameters.
+// Return how many floats a unit has at the beginning of a row: its carries, then, if the call has `keep`, the carries
+// before they were multiplied by keep (the gradient of keep is computed from these), and the gradients of SUMMED
+// parameters.
 template <class Cell, class Arrays>
 int floats_of(thread const Arrays& a) { return (is_present(a.keep) ? 2 : 1) * CARRIES<Cell> + int(Cell::SUMMED); }
 

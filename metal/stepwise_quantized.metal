@@ -247,7 +247,7 @@ void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool in
   own.k += TURN;
 }
 
-// Read the lane's weights of a whole turn: the lanes of all eight matrix rows are inside the row (`true`).
+// Read the lane's weights of a whole turn, in which no lane's weights lie past the end of the K weights (`true`).
 template <int BITS, int GROUP, class A, class B>
 void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own) { load_columns(own, true); }
 

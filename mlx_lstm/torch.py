@@ -932,7 +932,8 @@ def from_weights(
     """
     arrays = by_names("torch.from_weights", weights)  # by torch's names; raises the ValueError
     sizes = {"input_size": weights.input_size, "hidden_size": weights.hidden_size, "num_layers": len(weights.layers)}
-    options = {"bias": weights.has_bias, "batch_first": batch_first, "dropout": dropout, "engine": engine}
+    bias = any(name.startswith("bias") for name in arrays)  # also if a forget bias is the only one
+    options = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "engine": engine}
     options |= {"bidirectional": weights.directions == 2}
     cell = weights.cell
     # own: the options that only one class has. cell.op: "lstm", "gru" or "rnn".

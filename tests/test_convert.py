@@ -183,6 +183,18 @@ def test_a_bias_of_zero_keeps_the_signs_of_the_other():
         assert_same(weights, by_mlx(weights))
 
 
+def test_a_forget_bias_may_be_the_only_bias(tmp_path):
+    """An LSTM without biases but with a forget bias becomes a layer with biases, in torch and in Keras."""
+    weights = weights_of(LSTMCell(forget_bias=0.5), 2, biases="")
+    layer, x = mlx_lstm.torch.from_weights(weights, batch_first=True), numbers(B, T, I)
+    np.testing.assert_allclose(np.array(layer(x)[0]), np.array(nn.from_weights(weights)(x)[0]), atol=1e-6)
+    pytest.importorskip("h5py")
+    convert.write(tmp_path / "m.keras", {"lstm": weights})
+    with zipfile.ZipFile(tmp_path / "m.keras") as archive:
+        layers = json.loads(archive.read("config.json"))["config"]["layers"]
+    assert [layer["config"]["use_bias"] for layer in layers[1:]] == [True, True]
+
+
 @pytest.mark.parametrize("biased", [0, 1])
 @pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), RNNCell()])
 def test_an_array_that_only_one_direction_has(cell, biased, tmp_path):
@@ -593,6 +605,26 @@ def test_names_that_a_format_does_not_tell_apart_are_refused(ending, tmp_path):
     layers = {"a": two, "a.1": one} if ending == ".onnx" else {"a/b": one, "a.b": one}
     with pytest.raises(ValueError, match=r"names must give a model|names of layers must differ"):
         convert.write(tmp_path / f"m{ending}", layers)
+
+
+def test_a_note_counts_the_onnx_nodes_that_are_not_read(tmp_path, capsys):
+    """Nodes in the graphs of an If, and in functions of the model, are not read. A note tells their number."""
+    onnx = pytest.importorskip("onnx")
+    path, helper = tmp_path / "m.onnx", onnx.helper
+    convert.write(path, {"lstm": weights_of(LSTMCell())})
+    model = onnx.load(path)
+    node = next(node for node in model.graph.node if node.op_type == "LSTM")
+    branch = helper.make_graph([node], "branch", [], [])
+    choice = helper.make_node("If", ["yes"], ["y"], then_branch=branch, else_branch=branch)
+    model.graph.node.append(choice)
+    model.functions.append(helper.make_function("own", "F", ["x"], ["y"], [choice], model.opset_import))
+    path.write_bytes(model.SerializeToString())
+    found = convert.read(path)
+    text = "4 recurrent nodes inside If, Loop, Scan or a function, not read: inline the graph first"
+    assert list(found.layers) == ["lstm"] and text in found.notes
+    model.graph.node.remove(node)
+    path.write_bytes(model.SerializeToString())
+    assert text in refusal(capsys, path, tmp_path / "m.npz")
 
 
 def test_what_onnx_has_and_ours_not():
@@ -1228,6 +1260,8 @@ def test_classes_that_derive_from_those_of_keras(ending, tmp_path):
     assert read == [relu | {"reverse": True}, relu, relu]
     with pytest.raises(ValueError, match="must have no arrays but kernel, recurrent_kernel, bias"):
         convert.read(write(4))
+    one = convert.read(write(4), only=[])
+    assert (one.layers, one.rest, one.notes) == ({}, {}, [])
     layer = type("LSTM", (), {"get_weights": list, "name": "lstm"})()
     with pytest.raises(ValueError, match="Bidirectional of Keras but got LSTM of"):
         convert.from_keras(layer)
@@ -1286,6 +1320,22 @@ def in_cudnn_s_layout(arrays):
     each = {name: [of[gate] for gate in theirs] for name, of in blocks.items()}
     kernel, recurrent_kernel = (np.hstack([W.reshape(-1, H) for W in each[name]]) for name in ("Wx", "Wh"))
     return [kernel, recurrent_kernel, np.concatenate(each["bx"] + each["bh"])]
+
+
+def test_a_conv_lstm_in_an_older_file_of_keras_is_no_layer_here(tmp_path):
+    """The arrays of a ConvLSTM, which have more axes, do not keep an `.h5` file from being read."""
+    h5py = pytest.importorskip("h5py")
+    shapes = {"conv": ((3, I, 4 * H), (3, H, 4 * H)), "lstm": ((I, 4 * H), (H, 4 * H))}
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file.attrs["layer_names"] = list(shapes)
+        for name, pair in shapes.items():
+            names = [f"{name}/cell/{word}" for word in ("kernel", "recurrent_kernel")]
+            for each, shape in zip(names, pair, strict=True):
+                file[f"{name}/{each}"] = np.ones(shape, np.float32)
+            file[name].attrs["weight_names"] = names
+    found = convert.read(tmp_path / "m.h5")
+    assert list(found.layers) == ["lstm"]
+    assert sorted(found.rest) == ["conv.cell.kernel", "conv.cell.recurrent_kernel"]
 
 
 def test_a_file_of_keras_with_many_layers(tmp_path):

@@ -42,7 +42,7 @@ measurement of times, which takes all options but --tune-file."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Return the exit code: 0, 1 if an implementation failed or its results were wrong, 2 for a
-    wrong option."""
+    wrong option, 130 if Ctrl-C interrupted it."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         complete(options)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
-    in_all_digits()  # no TF32 in the products of MLX on the newest chips, which float64 would show as errors
+    in_all_digits()  # without TF32 on the newest chips: a comparison with float64 would call its rounding an error
     if options.tune or options.host:
         try:
             return tune(options.tune_file) if options.tune else show_host(options)

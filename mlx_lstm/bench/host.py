@@ -48,8 +48,9 @@ class Cost(NamedTuple):
 
 
 def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx.array]], list[mx.array]]:
-    """Return (functions, arrays). `functions` has one function per layer, by name; each computes h from the arrays
-    x, Wx, Wh and b."""
+    """Return (functions, arrays). `functions` has a function for each of our engines that can run an LSTM of this size,
+    and one for `mlx.nn.LSTM` (THEIRS), by name. Each computes h from x [T, B, width], Wx, Wh and b; only the last takes
+    x as [B, T, width], which `seconds` passes to it."""
     T, B, width, H = size
     layer = nn.LSTM(1, 1)  # of any size: `theirs` replaces its weights
 
@@ -69,7 +70,7 @@ def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx
 def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -> float:
     """Return the CPU time to build the graph of one pass. The pass is a forward pass, or a forward pass with the
     gradients of all arrays."""
-    if call.__name__ == "theirs":  # `mlx.nn.LSTM` takes [B, T, I]
+    if call.__name__ == "theirs":  # `mlx.nn.LSTM` takes the batch first; swapping the axes is not timed
         values = [mx.swapaxes(values[0], 0, 1), *values[1:]]
     start = thread_time()
     if which == "forward":

@@ -49,7 +49,7 @@ class Finding(NamedTuple):
 def settle(experiment: Experiment, outcome: Outcome) -> Finding:
     """Return which reading (interpretation of Apple's documentation) fits the result of running an experiment."""
     distances = {reading: distance(outcome) for reading, distance in experiment.readings.items()}
-    fits = [reading for reading, distance in distances.items() if distance <= 1]
+    fits = [reading for reading, distance in distances.items() if distance <= 1]  # 1: the error bound
     if len(fits) == 1:
         verdict = fits[0]
     elif fits:

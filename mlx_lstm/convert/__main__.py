@@ -122,7 +122,10 @@ def model_of(options: argparse.Namespace) -> Model:
     keywords |= {"nonlinearity": options.nonlinearity, "external_data": options.external_data}
     model = read(source, only=options.only, **keywords)
     if not model.layers:
-        raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest)) or 'none'}")
+        # --from-keys: for names such as lstm/lstm_cell/kernel, in files that may have any names.
+        others = ["--from-keys reads other names"] if ending_of(source) in (".safetensors", ".npz") else model.notes
+        arrays = some(list(model.rest)) or "none"
+        raise ValueError("; ".join([f"{source} holds no LSTM, GRU or RNN layer; its arrays: {arrays}", *others]))
     # Only the layers that were read tell whether one is a plain RNN.
     if options.nonlinearity and all(weights.cell.op != "rnn" for weights in model.layers.values()):
         rule = f"--nonlinearity must be left out for {source.name}, which has no plain RNN,"

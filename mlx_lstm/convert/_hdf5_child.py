@@ -109,12 +109,14 @@ def texts_of(item: Any, budget: Any) -> Texts:
 
 
 def names_below(group: Any, name: str) -> list[str]:
-    """Return the texts of an attribute of Keras, which cannot be read safely, from the paths below the group: the
-    layers of a model, or the arrays of a layer. The order of these texts has no meaning here."""
+    """Return the texts of an attribute of Keras from the paths below the group: the layers of a model, or the arrays of
+    a layer. This serves for an attribute that may need more memory than `budget` allows. The order of the texts has no
+    meaning here."""
     found: list[str] = []
 
     def visit(path: str, item: Any) -> None:
-        # Keras gives each layer's group an attribute weight_names, but also the group that is excluded here.
+        # Keras gives each layer's group an attribute weight_names (a long one in parts, weight_names0, ...), but also
+        # the group that is excluded here.
         is_layer = path != "top_level_model_weights" and any(each.startswith("weight_names") for each in item.attrs)
         if (name == "layer_names" and is_layer) or (name == "weight_names" and isinstance(item, h5py.Dataset)):
             found.append(path)

@@ -71,7 +71,7 @@ class Known(NamedTuple):
 
 def load() -> Any:
     """Import and return the package h5py, which writes the files here; `_hdf5` reads them in a child process."""
-    _hdf5.load()
+    _hdf5.load()  # raises ImportError with advice if h5py is missing
     import h5py
 
     return h5py
@@ -293,7 +293,8 @@ def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direc
     # cell's name at the end is left out: its number may differ between the two directions.
     paths: dict[str, list[str]] = {}
     for parent in dict.fromkeys(key.rpartition("/")[0] for key in arrays):
-        if f"{parent}/recurrent_kernel" in arrays:
+        # Of a ConvLSTM it has more than two axes.
+        if f"{parent}/recurrent_kernel" in arrays and np.ndim(arrays[f"{parent}/recurrent_kernel"]) <= 2:
             layer, _, inner = parent.partition("//")
             parts = [part for part in inner.split("/") if part]
             paths[parent] = [layer, *(parts[:-1] if len(parts) > 1 and "cell" in parts[-1] else parts)]
@@ -365,19 +366,19 @@ def gathered(
         arrays_of_ways = [[arrays[key] for key in way.keys] for way in ways]
         config = told[place].config if place in told else None
         read_as = None if config is None else of_keras(config, kind_of(*arrays_of_ways[0]))
-        if read_as is None:
-            silent.append(name)
-        elif read_as is not config:
-            own.append(name)
         try:
             for key in (key for way in ways for key in more.get(cell_of(way), [])):
                 fail("convert", f"{shown(name)} must have no arrays but {', '.join(NAMES)}", shown(key))
             found[name] = from_arrays("convert", arrays_of_ways, read_as, name, slope=slope)
+            if read_as is None:
+                silent.append(name)
+            elif read_as is not config:
+                own.append(name)
         except ValueError:
             if only is None or name in only:
                 raise
         keys[name] = [key.replace("//", "/") for way in ways for key in way.keys]
-    taken = {key for each in directions for key in each.keys}
+    taken = {key for each in directions for key in each.keys}.union(*more.values())
     rest = {key: array for key, array in arrays.items() if key not in taken}
     left_out = {key for key in rest if key.startswith("optimizer") or "seed_generator" in key}
     notes = [f"{len(left_out)} arrays of the optimizer and of random generators are left out"] if left_out else []
@@ -447,7 +448,7 @@ def of_keras(spec: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
 
 def kind_of(kernel: Any, recurrent_kernel: Any, *_: Any) -> str:
     """Return Keras' class of the layer with these arrays. A shape that no layer has is refused later."""
-    H, columns = np.shape(recurrent_kernel)
+    H, columns = [*np.shape(recurrent_kernel), 1, 1][:2]
     return {1: "SimpleRNN", 3: "GRU"}.get(columns // max(H, 1), "LSTM")
 
 
@@ -539,15 +540,15 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
     for n, (layer, arrays) in enumerate(zip(weights.each(), of_keras, strict=True)):
         kind = CLASSES[layer.cell.op]  # such as "LSTM"
         title = name + (f"_{n}" if len(weights.layers) > 1 else "")
-        config = config_of(layer, str(arrays[0].dtype), weights.has_bias)
-        shape = [None, None, layer.input_size]  # batch and time may have any size
         D = layer.directions
+        count = len(arrays) // D  # the arrays of one direction: the last of three is the bias
+        config = config_of(layer, str(arrays[0].dtype), count > 2)
+        shape = [None, None, layer.input_size]  # batch and time may have any size
         spec = spec_of(kind, config | {"name": f"forward_{title}" if D == 2 else title}, shape)
         if D == 2:
             backward = spec_of(kind, config | {"name": f"backward_{title}", "go_backwards": True}, shape)
             both = {"name": title, "merge_mode": "concat", "layer": spec, "backward_layer": backward}
             spec = spec_of("Bidirectional", both, shape)
-        count = len(arrays) // D  # the arrays of one direction
         stack.append(KerasLayer(spec, [arrays[way * count : (way + 1) * count] for way in range(D)]))
     return stack
 

@@ -102,6 +102,9 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
         keys[name] = [names[word] for word in ("W", "R", "B", "P") if word in names]
         if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:
             notes.append(f"{name}: {', '.join(runtime)} are no weights: pass lengths and states to the call")
+    if inner := layers_inside(model):
+        where = "inside If, Loop, Scan or a function"
+        notes.append(f"{inner} recurrent {'node' if inner == 1 else 'nodes'} {where}, not read: inline the graph first")
     # A file that `write` wrote holds zeros for first states that are not passed: inputs of the model that a node Expand
     # repeats for each batch item. They are no weights.
     inputs = {each.name for each in model.graph.input}
@@ -110,6 +113,23 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
     if no_numbers := [key for key, array in rest.items() if array is None]:
         notes.append(f"{len(no_numbers)} tensors without numbers are left out")
     return layers, {key: array for key, array in rest.items() if array is not None}, keys, notes
+
+
+def layers_inside(model: Any) -> int:
+    """Return the number of nodes LSTM, GRU and RNN in graphs inside of nodes, such as If, and in the model's functions.
+    `check_count` has limited the model's size, and protobuf its depth."""
+    found, inside = 0, [*model.functions]
+    inside += [graph for node in model.graph.node for graph in graphs_of(node)]
+    while inside:
+        for node in inside.pop().node:
+            found += node.op_type in OPS and node.domain in ("", "ai.onnx")
+            inside += graphs_of(node)
+    return found
+
+
+def graphs_of(node: Any) -> list[Any]:
+    """Return the graphs inside of a node, which are attributes of it."""
+    return [graph for each in node.attribute for graph in (each.g, *each.graphs) if graph.node]
 
 
 def layer_of(

@@ -18,6 +18,7 @@ from ..engines.cells import ACTIVATIONS
 from ..engines.directions import join, part
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, check_flag, check_option, fail
+from ..recurrence import weight_shapes
 from .layers import OF_MLX, describe
 from .torch import gates_of
 from .weights import (
@@ -214,12 +215,9 @@ def from_ops(
         if not {"Wx", "Wh"} <= words.keys() <= set(allowed):
             fail(name, f"layers[{n}] must hold Wx, Wh and maybe {', '.join(allowed[2:])}", sorted(words))
         check_array(name, f"layers[{n}]: Wh", words["Wh"], ["2", "rows", "P"] if bidirectional else ["rows", "P"])
-        # H: the number of units. All shapes are checked here, as the rows are moved below. Arrays of both directions
-        # are one after the other, or, with `own`, on a first axis.
-        H, D, own = words["Wh"].shape[-2] // len(order), 1 + bidirectional, [2] if bidirectional else []
-        rows = len(order) * H
-        shapes = {"Wx": [D * rows, "I"], "b": [D * rows], "bhn": [D * H]}
-        shapes |= {"Wh": [*own, rows, "P"], "Wp": [*own, "P", H], "peephole": [*own, rows]}
+        # H: the number of units. All shapes are checked here, as the rows are moved below.
+        H = words["Wh"].shape[-2] // len(order)
+        shapes = weight_shapes(len(order), ("I", H, "P"), 1 + bidirectional)
         for key, array in words.items():
             check_array(name, f"layers[{n}]: {key}", array, shapes[key])
         ways = (

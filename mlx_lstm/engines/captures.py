@@ -305,8 +305,8 @@ def unnamed_methods(kind: type) -> list[FunctionType]:
 
 
 def imported_by(function: FunctionType) -> list[ModuleType]:
-    """Return the Python modules that the code of a function imports itself. Of a relative import, return each module
-    that it may mean."""
+    """Return the Python modules that the `import` statements inside a function name. The code does not say from how
+    many packages above a relative import counts, so each module that it may mean is returned."""
     package = str(function.__globals__.get("__package__") or "").split(".")
     above = [".".join([*package[:n], ""]) for n in range(1, len(package) + 1)]
     names = [before + name for name in imports_in(function.__code__) for before in ("", *above)]

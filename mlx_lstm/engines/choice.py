@@ -258,12 +258,13 @@ def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str
 
 
 def divide(problem: Problem, engine: str, every: int | str | None) -> Problem:
-    """Return the problem completed with the options that depend on its engine: the chunks in time, and for `fused` its
-    cut, if one was measured: how many batch items a threadgroup computes, and how many registers stay free of weights.
+    """Return the problem completed with the options that depend on its engine: its chunks, groups of steps of which the
+    backward pass recomputes one at a time, and for `fused` its cut, if one was measured: how many batch items a
+    threadgroup computes, and how many registers of a thread do not hold weights.
 
-    every: the option `checkpoint_every`: steps in a chunk, "auto" or None. A gradient op (such as `lstm_gradients`),
-    which is called with the `cotangents`, has no chunks, because it already gets all arrays that a chunk would
-    recompute.
+    every: the option `checkpoint_every`: steps in a chunk, "auto", or None for no such chunks. A gradient op (such as
+    `lstm_gradients`), which is called with the `cotangents`, has no chunks, because it already gets all arrays that a
+    chunk would recompute.
     """
     cut = tuning.cut(problem.dtype, problem.B) if engine == "fused" else None
     chunks = chunks_of(engine, problem, every) if problem.cotangents is None else None

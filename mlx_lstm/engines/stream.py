@@ -61,8 +61,9 @@ class MLXStream:
     """
 
     def __init__(self, launches: list[tuple[Launch, Launch]], batch: tuple[int, ...], device: mx.Device):
-        """Prepare the layers; all states are zero. launches: for each layer two `Launch` objects, for a step without
-        and with the option `keep` (a factor on the states). device: where the steps run."""
+        """Prepare the layers; all states are zero. launches: for each layer, what `launch_of` prepared for a step
+        without and with the option `keep` (a factor on the states). batch: the sizes of the batch axes; B is their
+        product. device: where the steps run."""
         self.launches, self.batch, self.device = launches, batch, device
         self.B: int = prod(batch)
         self.carried: list[Arrays] = [zero_states(launch) for launch, _ in launches]

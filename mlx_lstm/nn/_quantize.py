@@ -118,5 +118,6 @@ def float_layer(path: str, layer: nn.Module) -> str:
 
 
 def quantizes(layer: object) -> bool:
-    """Return whether this layer of `mlx_lstm` can be quantized. A layer of a subclass cannot."""
+    """Return whether this layer of `mlx_lstm` can be quantized. A layer of a subclass cannot: it may compute something
+    else, which the quantized class would not."""
     return type(layer) in QUANTIZED

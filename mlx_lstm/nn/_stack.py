@@ -48,10 +48,10 @@ from ..recurrence import (
     in_dtype,
     join_biases,
     join_states,
-    layer_norm_arrays,
     norm_given,
     side_by_side,
     split_states,
+    weight_shapes,
     whole_lengths,
     whole_steps,
 )
@@ -571,14 +571,10 @@ def options_apart(cell: Any, other: Any) -> list[str]:
 def check_parameters(layer: StackedLayer, D: int, first: StackedLayer) -> None:
     """Check the shapes of the parameters of `layer`. It reads D features. All its other sizes must equal those of
     the layer `first`. titles: what error texts call the parameters."""
-    P, H = first.P, first.H
-    rows = layer.cell.gates * H
-    shapes = {"Wx": [rows, D], "Wh": [rows, P], "b": [rows], "bhn": [H], "Wp": [P, H], "peephole": [rows]}
-    if layer.cell.norm is not None:
-        shapes |= {name: [width] for name, width in layer_norm_arrays(layer.cell.norm, layer.cell.gates, H).items()}
-    if isinstance(layer.cell, OwnCell):
-        shapes["params"] = [layer.cell.params * H]
-    why = "" if layer.name == "layers[0]" else f", as a layer has the H of the first, {H}, and reads the one before,"
+    params = layer.cell.params if isinstance(layer.cell, OwnCell) else 0
+    shapes = weight_shapes(layer.cell.gates, (D, first.H, first.P), params=params)
+    rule = f", as a layer has the H of the first, {first.H}, and reads the one before,"
+    why = "" if layer.name == "layers[0]" else rule
     for argument, array in layer.arrays.items():
         title = layer.titles.get(argument, f"{argument} of {layer.name}")
         # A quantized weight is checked as the float matrix that it stands for.

@@ -14,16 +14,16 @@ For the modules above this one: the layers, and the functions in the style of ot
   engine of its latest call; `QuantizedLayer` is the base of layers with quantized weights, and `QUANTIZED`
   has the quantized class of each class of layers.
 - `by_layer`, `of_layers`, `split_states`, `join_states` and `join_biases` translate the states and biases of stacks of
-  layers. `common_dtype`, `in_dtype` and `in_common_dtype` bring arrays into one dtype. `whole_steps` checks a
-  layer's options `keep` (a factor on the state) and `hold` (steps that leave the state unchanged), `whole_lengths` its
-  option `lengths`.
+  layers. `weight_shapes` returns the shapes of a layer's parameters. `common_dtype`, `in_dtype` and `in_common_dtype`
+  bring arrays into one dtype. `whole_steps` checks a layer's options `keep` (a factor on the state) and `hold` (steps
+  that leave the state unchanged), `whole_lengths` its option `lengths`.
 - `Stepper` runs layers one time step at a time. `OwnCell` is a cell of `pointwise` as a layer holds it; `side_by_side`
   joins the states besides h into one array, and `apart_again` splits them. `check_arrays` checks a list of arrays.
 - `unguarded` lets Metal kernels run without a prior test run, for commands that check every result themselves.
 """
 
 from ..engines.packing import Quantized
-from ._arguments import common_dtype, in_common_dtype, in_dtype
+from ._arguments import common_dtype, in_common_dtype, in_dtype, weight_shapes
 from ._call import Call, Hold, Lengths, engine_used, whole_lengths
 from ._gru import GRUOutput as GRUOutput
 from ._gru import gru, gru_gradients
@@ -62,5 +62,5 @@ __all__ = [
 __all__ += ["engine_used", "gru", "gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm"]
 __all__ += ["lstm_gradients", "of_layers", "pointwise", "recognise", "recurrent", "rnn", "rnn_gradients"]
 __all__ += ["split_states", "unguarded"]
-__all__ += ["in_common_dtype", "whole_lengths", "whole_steps"]
+__all__ += ["in_common_dtype", "weight_shapes", "whole_lengths", "whole_steps"]
 __all__ += ["OwnCell", "apart_again", "first_value", "layer_norm_arrays", "layer_norm_of", "norm_given", "side_by_side"]

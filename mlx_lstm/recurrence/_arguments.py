@@ -172,8 +172,7 @@ def check_shapes(
         fail(op, f"Wh must have shape {rule}", f"shape {list(Wh.shape)}")
     if "Wx" not in arrays and I != D * G * H:
         fail(op, f"x must have shape [T, B, {DGH} = {D * G * H}] when Wx is None", f"shape {list(x.shape)}")
-    shapes = {"Wx": [D * G * H, I], "b": [D * G * H], "h0": [B, D * P], "c0": [B, D * H], "bhn": [D * H]}
-    shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]} | norm_shapes(own, G, H)
+    shapes = weight_shapes(G, (I, H, P), D) | {"h0": [B, D * P], "c0": [B, D * H]}
     # Reasons for error texts, by the array: what the rule on its shape follows from, or what mistake it probably is.
     # An h0 of the shape of a bias is probably the second of two biases, in the place after b.
     why = f", as x is [{'batch, time' if batch_first else 'time, batch'}, features] = {list(x.shape)},"
@@ -189,12 +188,22 @@ def check_shapes(
     return T, B, H, P
 
 
-def norm_shapes(own: list[int], G: int, H: int) -> dict[str, list[int]]:
-    """Return the shapes of the scales and shifts of layer normalisation, by name: of the recurrent product h Wh^T, or
-    of its sum with the input's part if the sum is normalised ("norm"), of the input's product x Wx^T ("norm_input"),
-    and of c. own: [2] with both directions, else []."""
-    each = {"norm": [*own, G * H], "norm_input": [*own, G * H], "norm_c": [*own, H]}
-    return {f"{name}_{part}": shape for name, shape in each.items() for part in ("scale", "shift")}
+def weight_shapes(
+    G: int, sizes: tuple[int | str, int, int | str], D: int = 1, params: int = 0
+) -> dict[str, Sequence[int | str]]:
+    """Return the shapes of all arrays of parameters that a call may have, by name: a cell has only some of them.
+
+    G: the number of gates. sizes: (I, H, P), the features of x, the units, the width of h; a size that is free is a
+    word. D: 2 with both directions, whose arrays are one after the other, or on a first axis (`own`). params: the
+    parameters per unit of a user's cell. The scales and shifts of layer normalisation are those of the recurrent
+    product h Wh^T, or of its sum with the input's part if the sum is normalised ("norm"), of the input's product x Wx^T
+    ("norm_input"), and of c.
+    """
+    (I, H, P), own = sizes, [2] if D == 2 else []
+    shapes: dict[str, Sequence[int | str]] = {"Wx": [D * G * H, I], "b": [D * G * H], "bhn": [D * H]}
+    shapes |= {"Wh": [*own, G * H, P], "Wp": [*own, P, H], "peephole": [*own, G * H], "params": [D * params * H]}
+    norms = {"norm": [*own, G * H], "norm_input": [*own, G * H], "norm_c": [*own, H]}
+    return shapes | {f"{name}_{part}": shape for name, shape in norms.items() for part in ("scale", "shift")}
 
 
 def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: dict[str, ArraySpec]) -> Sizes:
@@ -204,10 +213,7 @@ def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: d
     x, D, G, graph = arrays["x"], 2 if bidirectional else 1, cell.gates, cell.graph
     check_sizes(op, "x", x)
     (T, B, I), H = x.shape, arrays["h0"].shape[-1] // D
-    own = [2] if bidirectional else []
-    shapes: dict[str, list[int]] = {"Wx": [D * G * H, I], "Wh": [*own, G * H, H], "b": [D * G * H]}
-    shapes |= {"h0": [B, D * H], "c0": [B, D * cell.carried * H], "params": [D * graph.params * H]}
-    shapes |= norm_shapes(own, G, H)
+    shapes = weight_shapes(G, (I, H, H), D, graph.params) | {"h0": [B, D * H], "c0": [B, D * cell.carried * H]}
     names = {"h0": "state[0]", "c0": "state[1:]"}  # the user passes all states in one list
     # The features of x need no check of their own: Wx must have I columns, and without Wx `gates_of` found G from them.
     for name in (name for name in shapes if name in arrays):

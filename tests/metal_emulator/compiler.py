@@ -35,7 +35,7 @@ class CompiledKernel:
     @cached_property
     def image(self) -> runtime.Image:
         """Return the kernel's machine code, loaded into memory."""
-        return runtime.Image(self.path)
+        return runtime.image(self.path)
 
     @cached_property
     def lines(self) -> LineTable:

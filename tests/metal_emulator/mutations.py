@@ -2,9 +2,11 @@
 kernel."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from . import runtime
 from .lowering import blank_comments, line_of, matching
 
 _BARRIER = re.compile(r"\b(threadgroup_barrier|simdgroup_barrier)\s*\(([^;]*)\)\s*;")
@@ -35,6 +37,66 @@ def mutations(text: str) -> Iterator[Mutation]:
         for start, end, new, what in edits:
             line = line_of(code, start)
             yield Mutation(f"line {line}: {what}", line, text[:start] + new + text[end:])
+
+
+@contextmanager
+def chosen(number: int) -> Iterator[None]:
+    """Let kernels whose text comes from `with_choice` run with this damage inside the context. 0: with none."""
+    runtime.library().chosen_damage(number)
+    try:
+        yield
+    finally:
+        runtime.library().chosen_damage(0)
+
+
+def with_choice(text: str, lines: Collection[int]) -> tuple[str, dict[int, str]]:
+    """Return a text that contains all damages of barriers and comparisons in these lines of a source, and the
+    description of each damage by its number. The number is chosen when the kernel runs, by `chosen`. So one compiled
+    kernel serves for all of them: compiling a kernel takes far longer than running it.
+
+    A kernel whose constants depend on a comparison does not compile with such a text (a constant would depend on the
+    choice). The text begins with what the changed lines use, so they move down.
+    """
+    code, numbers, edits = blank_comments(text), dict[int, str](), list[tuple[int, int, str]]()
+    for start, end, new, what in (*_barriers(code), *_comparisons(code)):
+        line = line_of(code, start)
+        if line not in lines:
+            continue
+        numbers[len(numbers) + 1] = f"line {line}: {what}"
+        edits.append((start, end, new))
+    places = sorted({(start, end) for start, end, _ in edits}, reverse=True)
+    for start, end in places:
+        old, changes = text[start:end], [n + 1 for n, edit in enumerate(edits) if edit[:2] == (start, end)]
+        if old in _SWAPPED:
+            # A class between two relational operators binds as the one operator did that it replaces.
+            new = f"< Comparison<{list(_SWAPPED).index(old)}, {changes[0]}>() >"
+        elif old.startswith("mem_flags"):
+            new = "".join(f"chosen_damage(-1) == {n} ? {edits[n - 1][2]} : " for n in changes) + old
+        else:  # a barrier, which stays one expression. Its flags have changed already, so `end` is no longer its end.
+            new, end = f"chosen_damage(-1) == {changes[0]} ? void() : ", start
+        text = text[:start] + new + text[end:]
+    return _COMPARISON_CLASS + text, numbers
+
+
+# `a < Comparison<0, 5>() > b` is `a < b`. With damage 5 it is `a <= b`, with damage 6 `a < -1 + b`. The first parameter
+# is the place of the operator in _SWAPPED. It is one definition, so that a kernel gets either all of it or nothing.
+_COMPARISON_CLASS = """\
+extern "C" int chosen_damage(int);
+template <int OPERATOR, int DAMAGE> struct Comparison {};
+template <int OPERATOR, int DAMAGE, typename A> struct LeftOfComparison { A a; };
+template <int OPERATOR, int DAMAGE, typename A>
+inline LeftOfComparison<OPERATOR, DAMAGE, A> operator<(A a, Comparison<OPERATOR, DAMAGE>) { return {a}; }
+template <int OPERATOR, int DAMAGE, typename A, typename B>
+inline bool operator>(LeftOfComparison<OPERATOR, DAMAGE, A> left, B b) {
+  const int damage = chosen_damage(-1) - DAMAGE;
+  const A a = left.a;
+  if (OPERATOR == 0) return damage == 0 ? a <= b : damage == 1 ? a < -1 + b : a < b;
+  if (OPERATOR == 1) return damage == 0 ? a < b : a <= b;
+  if (OPERATOR == 2) return damage == 0 ? a >= b : a > b;
+  return damage == 0 ? a > b : damage == 1 ? a >= 1 + b : a >= b;
+}
+
+"""
 
 
 Edit = tuple[int, int, str, str]

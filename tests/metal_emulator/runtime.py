@@ -125,8 +125,15 @@ def _own_range() -> tuple[int, int]:
     return _mapped_range(runtime_library())
 
 
+@cache
+def image(path: Path) -> "Image":
+    """Return a compiled kernel, loaded into memory. A process loads a file only once: when it loads the file again,
+    the file's code does not register its counters again."""
+    return Image(path)
+
+
 class Image:
-    """A compiled kernel, loaded into memory."""
+    """A compiled kernel, loaded into memory by `image`."""
 
     def __init__(self, path: Path):
         lib = library()

@@ -6,7 +6,7 @@ import pytest
 
 from metal_emulator import KernelError, emulated_metal
 from metal_emulator import sample_kernels as samples
-from metal_emulator.mutations import mutations
+from metal_emulator.mutations import chosen, mutations, with_choice
 
 
 def descriptions(text: str) -> list[str]:
@@ -64,3 +64,49 @@ def test_every_mutation_is_noticed(make):
         if all(np.array_equal(a, b) for a, b in zip(got, want, strict=True)):
             survived.add(mutation.description)
     assert not survived
+
+
+EVERY_KIND = """
+#include <metal_stdlib>
+using namespace metal;
+inline float exchanged(threadgroup float* shared, uint i, float x) {
+  shared[i] = x;
+  threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
+  return shared[63 - i];
+}
+inline float counted(float x, int most, uint i) {
+  for (int k = 0; k < most; ++k) x += 1.0f;
+  if (i >= 3u) x += 10.0f;
+  while (x <= 4.0f) x += 1.0f;
+  return x > 7.0f ? x : -x;
+}
+"""
+
+
+def test_a_chosen_damage_is_the_damage():
+    """A damage that is chosen when the kernel runs has the results, or the finding, of the text with this damage."""
+    body = "const uint i = thread_position_in_grid.x;\nthreadgroup float shared[64];\n"
+    body += "out[i] = counted(exchanged(shared, i, x[i]), 3, i);"
+    sample = samples.Sample(body, [np.arange(64) % 9 - 4.0], [(64,)], (64, 1, 1), (64, 1, 1), EVERY_KIND)
+    sample.input_names, sample.output_names = ["x"], ["out"]
+
+    def seen(header):
+        sample.header = header
+        try:
+            with emulated_metal():
+                return sample.run()[0].tolist()
+        except KernelError as error:
+            return [finding.kind for finding in error.findings]
+
+    wanted = {m.description: m.text for m in mutations(EVERY_KIND) if "index" not in m.description}
+    text, numbers = with_choice(EVERY_KIND, range(EVERY_KIND.count("\n") + 1))
+    assert list(numbers.values()) == list(wanted)
+    results = {"none": seen(EVERY_KIND)}
+    assert seen(text) == results["none"]
+    for number, what in numbers.items():
+        results[what] = seen(wanted[what])
+        with chosen(number):
+            assert seen(text) == results[what], what
+    # Two pairs are the same: `weakened to mem_threadgroup` changes nothing here, because no thread reads device memory
+    # that another one writes, and `>` is `>= 1 +` for integers.
+    assert len({str(result) for result in results.values()}) == len(results) - 2

@@ -390,7 +390,7 @@ def by_factors(problem: Problem, rows: int) -> bool:
 def centre_gradients(problem: Problem, out: Views) -> None:
     """Subtract from the gradients of weights and bias in `out` their means over the rows of each block. If the forward
     pass used weights with a mean of 0 (`with_centred_weights`), the gradients have a mean that the true ones do not
-    have. Other gradients have a mean of 0 already, so this does not change them."""
+    have. If it used the weights as they are, the mean of the gradients is 0 already, and this changes nothing."""
     norm, blocks = norm_options(problem), norm_blocks(problem.cell)
     for name in CENTRED[norm.of] if norm.of is not None else ():
         if name in out:
@@ -458,16 +458,16 @@ class InputNormOfSteps:
     def begin_chunk(self, x: Array) -> None:
         """Begin a chunk of steps of the backward pass. x [steps * B, I]: the input."""
         self.x: Array = x.reshape(-1, self.y.shape[1], x.shape[1])  # [steps, B, I]
-        self.block: int = -1  # the number of the block of steps whose products are in `ahead`; -1: none yet
+        self.group: int = -1  # `ahead` has the products of a group of steps. group: its number; -1: none yet
 
     def back(self, k: int, out: Array) -> None:
         """Write to `out` [G H, B] the gradient of the product at step k of the chunk, from that of the result, `d`."""
-        steps = len(self.ahead)  # the steps of a block
-        block, n = divmod(k, steps)  # step k is number n of this block of steps
-        if block != self.block:
-            x = self.x[block * steps : (block + 1) * steps]
+        steps = len(self.ahead)  # the steps of a group
+        group, n = divmod(k, steps)  # step k is number n of this group
+        if group != self.group:
+            x = self.x[group * steps : (group + 1) * steps]
             self.products(x, self.ahead[: len(x)])
-            self.block = block
+            self.group = group
         y = self.ahead[n]  # the product, which becomes the normalised one in place
         self.norm.normalise(y, y, self.r)
         self.norm.before(self.d, y, self.r, out)
@@ -475,7 +475,7 @@ class InputNormOfSteps:
     def add_gradients(self, products: WeightGradients) -> None:
         """Add the gradients of scale, shift and bias to those of the call."""
         self.norm.add_gradients(products, "norm_input_scale", "norm_input_shift")
-        if self.norm.dshift is not None and "b" in products.out:
+        if self.norm.dshift is not None and "b" in products.out:  # b is added where the shift is: the same gradient
             products.add("b", self.norm.dshift.sum(axis=1))
 
 

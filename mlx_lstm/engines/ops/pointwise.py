@@ -38,11 +38,11 @@ def chosen(live: Array, one: Array, other: Array) -> Array:
 
 
 def only_live(live: Array | None, values: Iterable[Array]) -> list[Array]:
-    """Return the values [B, ...] unchanged, but with derivatives that are 0 for all batch items whose entry in `live`
-    is false. None: no item has ended.
+    """Return the inputs of a cell, `values` [B, ...], unchanged, but with derivatives that are 0 for all batch items
+    whose entry in `live` is false. None: no item has ended.
 
-    The results of ended items are not used. MLX still multiplies the cell's derivative by their gradient, which is 0.
-    If the derivative is infinite or NaN there, the product is NaN. This function replaces it by 0.
+    The results of ended items are not used, so their gradient is 0. MLX still multiplies it by the cell's derivative.
+    If that is infinite or NaN, the gradient of the cell's inputs is NaN. Here it becomes 0.
     """
     return list(values) if live is None else [chosen(live, value, mx.stop_gradient(value)) for value in values]
 

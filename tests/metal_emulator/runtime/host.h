@@ -95,6 +95,12 @@ EXPORT void emu_options(u32 order, u32 seed, u32 noise, u32 strict_exit, u32 thr
   dispatch.strict_exit = strict_exit;
   dispatch.threadgroup_limit = threadgroup_limit;
 }
+// Which of its damages a kernel runs with (../mutations.py). Sets the number if `number` is not negative. Returns it.
+EXPORT int chosen_damage(int number) {
+  static int chosen;
+  if (number >= 0) chosen = number;
+  return chosen;
+}
 // Adds the buffer with number `index` to the launch. Returns its address, or 0 if there is not enough memory. granule:
 // bytes of an element, at most 4. initialised: whether the buffer has values before the kernel writes any. skew: bytes
 // by which the buffer's start is moved from a 16-byte boundary.
