@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config, items):
 def uses_a_framework(path):
     """Return whether a test file names a framework whose import takes seconds."""
     return path.name.startswith("test_") and bool(
-        re.search(r"\b(tensorflow|tf_cases|jax|coremltools)\b", path.read_text())
+        re.search(r"(import |importorskip\(\")(tensorflow|tf_cases|jax|keras|coremltools)\b", path.read_text())
     )
 
 
