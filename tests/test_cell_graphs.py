@@ -23,7 +23,16 @@ from pointwise_cases import ZOO, Form, assert_right, by_pointwise, by_recurrent,
 from mlx_lstm import pointwise
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.captures import Captured
-from mlx_lstm.engines.cell_graph import FOLDS, REWRITES, CellGraph, Graph, from_json
+from mlx_lstm.engines.cell_graph import (
+    CONDITIONS,
+    FOLDS,
+    REWRITES,
+    CellGraph,
+    Graph,
+    from_json,
+    needed,
+    next_on_all_paths,
+)
 from mlx_lstm.engines.cell_tracer import cached_trace, values_of, verify
 
 SAVED = {
@@ -42,6 +51,21 @@ def test_what_is_saved_is_found(cell):
     it also saves the recurrent product of the candidate."""
     graph = ZOO[cell].graph(2, 3)
     assert sorted(graph.nodes[n].op for n in graph.saved) == sorted(SAVED[cell])
+
+
+@pytest.mark.parametrize("cell", ZOO)
+def test_a_node_on_all_paths_is_found(cell):
+    """What the forward pass can save in place of a node is the first later node without which no gradient depends on
+    it. All nodes of each cell are tried."""
+    graph = ZOO[cell].graph(2, 3)
+    leaves = set(graph.known_after())
+    order = needed(graph.nodes, graph.back, leaves)
+    excluded = set(order[::5])
+    for n in [n for n in order if n not in leaves]:
+        possible = [m for m in order if m > n and n in needed(graph.nodes, [m], leaves)]
+        possible = [m for m in possible if n not in needed(graph.nodes, graph.back, leaves | {m})]
+        possible = [m for m in possible if graph.nodes[m].op not in CONDITIONS and m not in excluded]
+        assert next_on_all_paths(graph, order, n, excluded) == next(iter(possible), None)
 
 
 def test_a_graph_survives_json():

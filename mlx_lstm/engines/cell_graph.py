@@ -28,6 +28,7 @@ COMMUTES: those whose two operands may change places.
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -510,11 +511,17 @@ def next_on_all_paths(cell: CellGraph, order: list[int], n: int, excluded: set[i
     order: the nodes from which the gradients are computed, in ascending order. Nodes in `excluded` are not returned,
     nor nodes with bool values (conditions): saved numbers are floats."""
     leaves = set(cell.known_after())  # the new states, whose values are known without their operands
+    # last: for each node the last one that reads it. The gradients themselves are read after all nodes.
+    last: dict[int, float] = {k: m for m in order if m not in leaves for k in cell.nodes[m].args}
+    last |= dict.fromkeys(cell.back, inf)
+    # after: n and the nodes that depend on it, as far as the loop has come. reach: the last node that reads one of
+    # them. All paths lead through the candidate if no node behind it reads one of them.
+    after, reach = {n}, last.get(n, inf)
     for candidate in order:
-        if candidate <= n or candidate in excluded or cell.nodes[candidate].op in CONDITIONS:
+        if candidate in leaves or after.isdisjoint(cell.nodes[candidate].args):
             continue
-        # `candidate` depends on n, and without the operands of `candidate` no gradient depends on n any more.
-        below = n in needed(cell.nodes, [candidate], leaves)
-        if below and n not in needed(cell.nodes, cell.back, leaves | {candidate}):
+        if reach <= candidate and candidate not in excluded and cell.nodes[candidate].op not in CONDITIONS:
             return candidate
+        after.add(candidate)
+        reach = max(reach, last.get(candidate, inf))
     return None
