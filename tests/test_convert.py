@@ -1260,6 +1260,8 @@ def test_classes_that_derive_from_those_of_keras(ending, tmp_path):
     assert read == [relu | {"reverse": True}, relu, relu]
     with pytest.raises(ValueError, match="must have no arrays but kernel, recurrent_kernel, bias"):
         convert.read(write(4))
+    one = convert.read(write(4), only=[])
+    assert (one.layers, one.rest, one.notes) == ({}, {}, [])
     layer = type("LSTM", (), {"get_weights": list, "name": "lstm"})()
     with pytest.raises(ValueError, match="Bidirectional of Keras but got LSTM of"):
         convert.from_keras(layer)

@@ -366,19 +366,19 @@ def gathered(
         arrays_of_ways = [[arrays[key] for key in way.keys] for way in ways]
         config = told[place].config if place in told else None
         read_as = None if config is None else of_keras(config, kind_of(*arrays_of_ways[0]))
-        if read_as is None:
-            silent.append(name)
-        elif read_as is not config:
-            own.append(name)
         try:
             for key in (key for way in ways for key in more.get(cell_of(way), [])):
                 fail("convert", f"{shown(name)} must have no arrays but {', '.join(NAMES)}", shown(key))
             found[name] = from_arrays("convert", arrays_of_ways, read_as, name, slope=slope)
+            if read_as is None:
+                silent.append(name)
+            elif read_as is not config:
+                own.append(name)
         except ValueError:
             if only is None or name in only:
                 raise
         keys[name] = [key.replace("//", "/") for way in ways for key in way.keys]
-    taken = {key for each in directions for key in each.keys}
+    taken = {key for each in directions for key in each.keys}.union(*more.values())
     rest = {key: array for key, array in arrays.items() if key not in taken}
     left_out = {key for key in rest if key.startswith("optimizer") or "seed_generator" in key}
     notes = [f"{len(left_out)} arrays of the optimizer and of random generators are left out"] if left_out else []
