@@ -33,7 +33,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--shader-coverage", action="store_true", help="report which lines of metal/ ran; fail if one did not"
     )
-    parser.addoption("--fuzz", type=int, default=8000, metavar="N", help="how many random cases test_fuzz.py runs")
+    parser.addoption("--fuzz", type=int, default=2000, metavar="N", help="how many random cases test_fuzz.py runs")
     today = int(f"{date.today():%Y%m%d}")
     parser.addoption("--fuzz-seed", type=int, default=today, metavar="SEED", help="their seed; default: the date")
 

@@ -430,7 +430,7 @@ def run_cases(surface, seed, numbers_of_cases):
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("surface", SURFACES)
 def test_random_lists_of_layers(request, record_property, surface, part):
-    seed, count = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz")
+    seed, count = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz") // 4
     tried, failures = run_cases(surface, seed, range(part, count, PARTS))
     record_property("fuzz", [dict(tried), len(failures)])
     assert not failures, "\n".join(failures)

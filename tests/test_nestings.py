@@ -357,7 +357,8 @@ def test_nestings_that_failed_once():
 def test_many_random_nestings(request, record_property, part):
     """Every engine computes the right derivative of many random nestings, or refuses them with an error. All
     failures are reported together."""
-    seed, count = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz")
+    # A nesting takes as long as eight random calls, which `--fuzz` counts.
+    seed, count = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz") // 8
     tried, failures = Counter(), []
     for number in range(part, count, PARTS):
         try:

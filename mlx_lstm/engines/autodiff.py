@@ -227,6 +227,13 @@ def differentiable(
     # needed in any case: there the taps also exchange the stand-ins for the real sequences.
     if not problem.training and not evaluated_chunks:
         return outputs
+    return with_taps(problem, outputs, used, chunked, mark)
+
+
+def with_taps(
+    problem: Problem, outputs: Arrays, used: set[str], chunked: Chunked | None, mark: mx.array | None
+) -> Arrays:
+    """Return the outputs after their taps (`tapped`), one for each group in TAPS."""
     shown = shown_of(problem)
     for group in [[name for name in sharing if name in shown] for sharing in TAPS]:
         outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked, mark), strict=True)

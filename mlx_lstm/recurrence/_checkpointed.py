@@ -46,59 +46,76 @@ def checkpointed(
     it). every: the number of steps per chunk, or "auto". step: the user's function, which may capture
     modules; their parameters get gradients, too. sequences: a tree of arrays [T, ...]. state: the first state.
     parameters: a tree of arrays that each step gets, or None. reverse: whether the last step runs first."""
-    # inputs: everything of which the gradient is taken, as one tree.
-    # floats: for each module its parameters that can have a gradient, as pairs (key, array).
     modules = captured_modules(step)
-    floats = [[(key, a) for key, a in flat(module.parameters()) if is_float(a)] for module in modules]
-    inputs = {"sequences": sequences, "state": state, "parameters": parameters}
-    inputs["modules"] = [[array for _, array in each] for each in floats]
     T = len(leaves(sequences)[0])
     K = min(T, isqrt(T - 1) + 1 if isinstance(every, str) else every)  # "auto": the square root of T, rounded up
     order = range(0, T, K)[:: -1 if reverse else 1]  # the first step of each chunk, in the order in which they run
+    first = mapped(lambda array: array[:1], sequences), state, parameters  # of one step
+    refuse_lost(lambda tree: chunk(order[0], *tree), first, modules)
+    inputs = {"sequences": sequences, "state": state, "parameters": parameters}
+    chunks = Chunks(chunk, (T, K, order), modules, inputs)
+    whole_run = custom_function(chunks.forward)
+    whole_run.vjp(chunks.backward)
+    outputs, last, _ = chunks.results(whole_run(*leaves(chunks.inputs)))
+    return outputs, last
 
-    def run(start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
+
+class Chunks:
+    """The chunks of a sequence: `forward` runs them, `backward` runs each again for its gradients. Both get and return
+    leaves of trees, as MLX's custom functions do."""
+
+    def __init__(self, chunk: Chunk, sizes: tuple[int, int, range], modules: list[nn.Module], inputs: dict[str, Any]):
+        """chunk: runs the steps of one chunk. sizes: T, K, and the first steps of the chunks in the order in which they
+        run. modules: those that `chunk` captures. inputs: the trees `sequences`, `state` and `parameters`, to which the
+        float arrays of the modules are added: everything of which the gradient is taken."""
+        self.chunk, self.modules = chunk, modules
+        self.T, self.K, self.order = sizes
+        # floats: for each module its parameters that can have a gradient, as pairs (key, array).
+        floats = [[(key, array) for key, array in flat(each.parameters()) if is_float(array)] for each in modules]
+        self.keys = [[key for key, _ in each] for each in floats]
+        self.inputs = inputs | {"modules": [[array for _, array in each] for each in floats]}
+        # The tree of the results of `forward`, which is known when it has run: (outputs, last state, state at the start
+        # of each chunk). The states at the starts are results, so MLX keeps them for the backward pass.
+        self.structure: Any = None
+
+    def results(self, values: Any) -> tuple[Any, Any, Any]:
+        """Return the leaves of the results of `forward`, or their cotangents, as (outputs, last state, states)."""
+        return filled(self.structure, values)
+
+    def run(self, start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
         """Run the chunk of steps from `start` on, with the inputs `piece`. Return (its outputs, the state after it).
         tree: the parameters of the user's function, and the float arrays of the `modules` that it captures."""
         # MLX takes gradients of arguments only. So the modules get the arrays of `tree`, an argument, during the chunk.
-        # keys: of each module those of its arrays, from its pairs (key, array) in `floats`; zip joins them with the new
-        # arrays to such pairs, which `replaced` takes.
-        keys = [[key for key, _ in each] for each in floats]
-        with replaced(modules, [list(zip(*each, strict=True)) for each in zip(keys, tree["modules"], strict=True)]):
-            return chunk(start, piece, state, tree["parameters"])
+        pairs = [list(zip(*each, strict=True)) for each in zip(self.keys, tree["modules"], strict=True)]
+        with replaced(self.modules, pairs):
+            return self.chunk(start, piece, state, tree["parameters"])
 
-    first = mapped(lambda array: array[:1], sequences), state, parameters  # of one step
-    refuse_lost(lambda tree: chunk(order[0], *tree), first, modules)
-
-    # [the tree of the results of `forward`], which is known when it has run: (outputs, last state, state at the start
-    # of each chunk). The states at the starts are results, so MLX keeps them for the backward pass.
-    structure: list[Any] = []
-
-    # Run all chunks. values: the leaves of `inputs`. Return the leaves of the results.
-    def forward(*values: mx.array) -> list[mx.array]:
-        tree = filled(inputs, values)
-        state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], T, K), {}, {}
-        for start in order:
+    def forward(self, *values: mx.array) -> list[mx.array]:
+        """Run all chunks. values: the leaves of `inputs`. Return the leaves of the results."""
+        tree = filled(self.inputs, values)
+        state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], self.T, self.K), {}, {}
+        for start in self.order:
             starts[str(start)] = state
             # Make all inputs of this chunk wait for the state. Products of the input alone do not depend on the state,
             # so MLX could otherwise compute them for all chunks at once, which takes more memory.
-            piece = waiting(pieces[start // K], state)
-            outputs[start], state = run(start, piece, state, tree)
+            piece = waiting(pieces[start // self.K], state)
+            outputs[start], state = self.run(start, piece, state, tree)
         whole = mapped(in_time, *(outputs[start] for start in sorted(outputs)))
-        structure[:] = [(whole, state, starts)]
-        return leaves(structure[0])
+        self.structure = (whole, state, starts)
+        return leaves(self.structure)
 
-    # Run each chunk again, the last one first, and return the gradients of the leaves of `inputs`. whole: the outputs
-    # of all steps. shared: the inputs that all chunks read, whose gradients are added up.
-    def backward(primals: Any, cotangents: Any, results: Any) -> list[mx.array]:
-        tree, (_, _, starts) = filled(inputs, primals), filled(structure[0], results)
-        d_whole, d_state, d_starts = filled(structure[0], cotangents)
-        pieces, d_outputs = in_pieces(tree["sequences"], T, K), in_pieces(d_whole, T, K)
+    def backward(self, primals: Any, cotangents: Any, results: Any) -> list[mx.array]:
+        """Run each chunk again, the last one first, and return the gradients of the leaves of `inputs`."""
+        # whole: the outputs of all steps. shared: the inputs that all chunks read, whose gradients are added up.
+        tree, (_, _, starts) = filled(self.inputs, primals), self.results(results)
+        d_whole, d_state, d_starts = self.results(cotangents)
+        pieces, d_outputs = in_pieces(tree["sequences"], self.T, self.K), in_pieces(d_whole, self.T, self.K)
         shared = {name: tree[name] for name in ("parameters", "modules")}
         d_pieces, d_shared = {}, mapped(mx.zeros_like, shared)
-        for start in reversed(order):
-            given = waiting({"piece": pieces[start // K], "state": starts[str(start)], "shared": shared}, d_state)
-            work = partial(results_of, run, start)
-            d = gradients(work, given, (d_outputs[start // K], d_state))
+        for start in reversed(self.order):
+            n = start // self.K
+            given = waiting({"piece": pieces[n], "state": starts[str(start)], "shared": shared}, d_state)
+            d = gradients(partial(results_of, self.run, start), given, (d_outputs[n], d_state))
             # The states at the starts are results of `forward`, so they have cotangents, too.
             d_state = mapped(added, d["state"], d_starts[str(start)])
             d_shared = mapped(added, d_shared, d["shared"])
@@ -108,12 +125,6 @@ def checkpointed(
             d_pieces[start] = d["piece"]
         d_sequences = mapped(in_time, *(d_pieces[start] for start in sorted(d_pieces)))
         return leaves({"sequences": d_sequences, "state": d_state} | d_shared)
-
-    whole_run = custom_function(forward)
-    whole_run.vjp(backward)
-    found = whole_run(*leaves(inputs))
-    outputs, last, _ = filled(structure[0], found)
-    return outputs, last
 
 
 def results_of(run: Chunk, start: int, given: Any) -> Any:
