@@ -481,6 +481,7 @@ def test_an_interrupted_trial_shifts_no_answer(monkeypatch):
     """A signal handler may raise an exception at any moment of a trial. The exception reaches the caller, and each
     later call gets the answer to its own request."""
     in_python(f"exec({NAMED!r})", monkeypatch)
+    monkeypatch.setattr(_child, "SECONDS", 60)  # no answer is to be late, also on a busy machine
 
     def handler(number, frame):
         raise Interrupted
