@@ -20,7 +20,7 @@ recurrent part, s0 and s1 the states h and c, w0, ... the peephole weights, d0, 
 and gates, k0 and k1 the limits of c and h, i0 is h_in, W0 a second matrix (W0T its transpose), N0 the norm of c.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -259,7 +259,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     starts |= gru_candidates(problem, arrays, starts["h"], norms.get("y")) | norms
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}  # {name of a result: {t: array}}
-    step_back = backward_of_steps(problem, arrays, exposes="gates" in cotangents)  # the backward pass of one step
+    step_back = StepBackward(problem, arrays, exposes="gates" in cotangents)
     for t in reversed(problem.steps()):
         # The gradient of h after step t is a sum: the gradient that step t + 1 (in reverse step t - 1) returned, plus
         # the cotangent of the output h. The same holds for c. The index is [t, ...], because in MLX the gradient of
@@ -312,85 +312,113 @@ class StepGradients(NamedTuple):
     of_norms: Arrays | None = None
 
 
-def backward_of_steps(problem: Problem, arrays: Arrays, exposes: bool) -> Callable[..., StepGradients]:
-    """Return the function step(t, before, after, dh, dc, dgates), which returns the gradients of step t, computed from
-    the graph of the cell's derivative. exposes: whether the gates have cotangents.
+class StepBackward:
+    """The backward pass of one step, computed from the graph of the cell's derivative."""
 
-    before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product h Wh_n^T +
-    bhn. With a norm of the product or the sum also y and r: the numbers before scale and shift, and 1 / sqrt(variance +
-    eps). after: h, c and the gates after the step. dh, dc, dgates: the gradients of h (of a projected h before its
-    clip), c and gates in `after`.
-    """
-    cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
-    graph = graph_of(cell, arrays, exposes)
-    # fixed: the graph's inputs that are the same at every step, by name: peephole weights, the second matrix, the norm.
-    fixed: dict[str, Any] = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
-    if graph.has_product():
-        W = arrays["Wp"] if "Wp" in arrays else Wh[cell.block("n", H)]
-        fixed |= {"W0": W, "W0T": W.T}
-    number = graph.number  # {name of an input: its node}
-    # norm: of the recurrent product, or of the sum if `sums`; None without one.
-    norm, sums = None, False
-    if cell.norm is not None and cell.norm.of is not None:
-        norm, sums = norm_of(cell, arrays), cell.norm.of == "sum"
-    if graph.has_norm():
-        fixed["N0"] = norm_of_c(cell, arrays)
-    fixed_nodes = {number[name]: array for name, array in fixed.items() if name in number}
-    of = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
-    # of: {name of an input: the node of its gradient}. of_x, of_p: those of both parts of the preactivations.
-    of_x = [of[f"x{k}"] for k in range(cell.gates)]
-    of_p = [(of[f"p{k}"], cell.block(gate, H)) for k, gate in enumerate(cell.gate_order) if f"p{k}" in of]
-    order: list[int] = []  # the nodes to compute, the same at every step
-    constants: dict[mx.Dtype, dict[int, Array]] = {}
+    def __init__(self, problem: Problem, arrays: Arrays, exposes: bool):
+        """Prepare what all steps share. exposes: whether the gates have cotangents."""
+        cell, H = problem.cell, problem.H
+        self.cell, self.arrays, self.Wh = cell, arrays, arrays["Wh"]
+        self.graph = graph = graph_of(cell, arrays, exposes)
+        # fixed: the graph's inputs that are the same at every step, by name: peephole weights, the second matrix, the
+        # norm of c.
+        fixed: dict[str, Any] = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
+        if graph.has_product():
+            W = arrays["Wp"] if "Wp" in arrays else self.Wh[cell.block("n", H)]
+            fixed |= {"W0": W, "W0T": W.T}
+        if graph.has_norm():
+            fixed["N0"] = norm_of_c(cell, arrays)
+            self.eps: float = fixed["N0"].eps
+        # norm: of the recurrent product, or of the sum if `sums`; None without one.
+        self.norm, self.sums = None, False
+        if cell.norm is not None and cell.norm.of is not None:
+            self.norm, self.sums = norm_of(cell, arrays), cell.norm.of == "sum"
+        self.fixed_nodes = self.by_node(fixed)
+        # of: {name of an input: the node of its gradient}. of_x, of_p: those of both parts of the preactivations; of_p
+        # with the rows of Wh that belong to the gate.
+        self.of = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
+        self.of_x = [self.of[f"x{k}"] for k in range(cell.gates)]
+        gates = [(f"p{k}", cell.block(gate, H)) for k, gate in enumerate(cell.gate_order)]
+        self.of_p = [(self.of[name], block) for name, block in gates if name in self.of]
+        self.order: list[int] = []  # the nodes to compute, the same at every step
+        self.constants: dict[mx.Dtype, dict[int, Array]] = {}
 
-    def step(t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None) -> StepGradients:
-        # given: the graph's inputs of this step by name. known: the values of nodes that need no computation, by
-        # number. From outside: number: {name of an input: its node}; of: {name of an input: the node of its gradient}.
-        given = {"s0": before["h"], "d0": dh, "d1": dc}
-        if "c" in before:
-            given["s1"] = before["c"]
-        if "i0" in of:
-            given["i0"] = times_mask(arrays, before["h"], t)
-        given |= {f"p{k}": before["q"] for k in graph.recomputed}
-        if dgates is not None:
-            given |= named("e", cell, dgates)
-        if cell.stops_c or graph.has_norm():  # a norm computes the clipped c again
-            given |= limits_of(cell, after["c"], dh)
-        known = fixed_nodes | known_after(graph, cell, after)
-        known |= {number[name]: array for name, array in given.items() if name in number}
-        of_norms: Arrays = {}
-        raw = None
+    def by_node(self, inputs: Mapping[str, Any]) -> dict[int, Any]:
+        """Return {node: value} of inputs of the graph, by their names, without those that the graph does not have."""
+        number = self.graph.number
+        return {number[name]: value for name, value in inputs.items() if name in number}
+
+    def __call__(
+        self, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
+    ) -> StepGradients:
+        """Return the gradients of step t.
+
+        before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product
+        h Wh_n^T + bhn. With a norm of the product or the sum also y and r: the numbers before scale and shift, and
+        1 / sqrt(variance + eps). after: h, c and the gates after the step. dh, dc, dgates: the gradients of h (of a
+        projected h before its clip), c and gates in `after`.
+        """
+        graph, of = self.graph, self.of
+        # known: the values of nodes that need no computation.
+        known = self.fixed_nodes | known_after(graph, self.cell, after)
+        known |= self.by_node(self.inputs_of(t, before, after, dh, dc, dgates))
+        raw, of_norms = None, dict[str, Array]()
         if graph.has_norm():  # compute c before its norm, `raw`, which the gradient of the norm reads
             raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, like=dh)[graph.norm_operand("norm")]
             known[graph.norm_operand("norm")] = raw
-        if "Wp" in arrays:  # dh went through the clip of h already, so the graph need not compute this
+        if "Wp" in self.arrays:  # dh went through the clip of h already, so the graph need not compute this
             known[graph.operand("W0")] = dh
-        # The constants of the graph and the order of its nodes are the same at every step, so they are made once.
-        if dh.dtype not in constants:
-            every = order_of(graph, tuple(of.values()), frozenset(known))
-            numbers = {n: graph.nodes[n].value for n in every if graph.nodes[n].op == "const"}
-            constants[dh.dtype] = {n: constant(value, dh) for n, value in numbers.items()}
-            order[:] = [n for n in every if n not in numbers]
-        values = values_of(graph.nodes, of.values(), known | constants[dh.dtype], like=dh, order=order)
+        known |= self.constants_of(known, like=dh)
+        values = values_of(graph.nodes, of.values(), known, like=dh, order=self.order)
         if raw is not None:
-            yc, _ = normalised(raw, blocks=1, eps=fixed["N0"].eps)
+            yc, _ = normalised(raw, blocks=1, eps=self.eps)
             of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
-        dz = values[of_x[0]] if len(of_x) == 1 else mx.concatenate([values[n] for n in of_x], axis=-1)
+        dz = joined([values[n] for n in self.of_x])
         # dh_in: the gradient of h_in. With reset "before" it is a sum over the products of r and z and the graph's
         # gradient of i0, which came through the candidate's product.
         if "i0" in of:
-            dh_in = sum([values[n] @ Wh[block] for n, block in of_p], values[of["i0"]])
+            dh_in = sum([values[n] @ self.Wh[block] for n, block in self.of_p], values[of["i0"]])
         else:
-            dp = mx.concatenate([values[n] for n, _ in of_p], axis=-1) if cell.apart else dz
-            if norm is not None:
-                da, dp = dp, norm.before(dp, before["y"], before["r"])
+            dp = joined([values[n] for n, _ in self.of_p]) if self.cell.apart else dz
+            if self.norm is not None:
+                da, dp = dp, self.norm.before(dp, before["y"], before["r"])
                 of_norms |= {"da": da, "dp": dp}
-                dz = dp if sums else dz
-            dh_in = dp @ Wh
-        dc_prev, direct = values[of["s1"]] if "s1" in of else None, values[of["s0"]] if cell.apart else None
+                dz = dp if self.sums else dz
+            dh_in = dp @ self.Wh
+        dc_prev, direct = values[of["s1"]] if "s1" in of else None, values[of["s0"]] if self.cell.apart else None
         return StepGradients(dz, dh_in, dc_prev, direct, of_norms)
 
-    return step
+    def inputs_of(
+        self, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
+    ) -> dict[str, Array]:
+        """Return the graph's inputs that differ from step to step, by name. The arguments are those of `__call__`."""
+        given = {"s0": before["h"], "d0": dh, "d1": dc}
+        if "c" in before:
+            given["s1"] = before["c"]
+        if "i0" in self.of:
+            given["i0"] = times_mask(self.arrays, before["h"], t)
+        given |= {f"p{k}": before["q"] for k in self.graph.recomputed}
+        if dgates is not None:
+            given |= named("e", self.cell, dgates)
+        if self.cell.stops_c or self.graph.has_norm():  # a norm computes the clipped c again
+            given |= limits_of(self.cell, after["c"], dh)
+        return given
+
+    def constants_of(self, known: Mapping[int, Array], like: Array) -> dict[int, Array]:
+        """Return the constants of the graph by their nodes, as arrays of the dtype of `like`. They and `order` are the
+        same at every step, so they are made once. known: the nodes that need no computation."""
+        if like.dtype not in self.constants:
+            nodes = self.graph.nodes
+            every = order_of(self.graph, tuple(self.of.values()), frozenset(known))
+            numbers = {n: nodes[n].value for n in every if nodes[n].op == "const"}
+            self.constants[like.dtype] = {n: constant(value, like) for n, value in numbers.items()}
+            self.order[:] = [n for n in every if n not in numbers]
+        return self.constants[like.dtype]
+
+
+def joined(blocks: list[Array]) -> Array:
+    """Join arrays [B, H] of the gates to one [B, G H]."""
+    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=-1)
 
 
 @lru_cache(128)
