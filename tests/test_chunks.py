@@ -12,7 +12,7 @@ import pytest
 from assertions import assert_close, assert_within
 from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks, judge, run, split, to_mlx
 from kernel_calls import Path, check, usual_call
-from on_metal import in_turns, on_metal, on_one_engine, options_at
+from on_metal import BATCHES, in_turns, matrices_from, on_metal, on_one_engine, options_at
 
 from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
 from mlx_lstm import nn as ours
@@ -109,10 +109,10 @@ def test_options_crossed_on_metal(path, row, every, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine, option, B", in_turns(on_one_engine(EVERY_OPTION), [2, 9]))
-def test_each_option_on_metal(engine, option, B):
-    """Each option is right in chunks on one of the engines: all engines share the code that cuts the arrays of an
-    option."""
+@pytest.mark.parametrize("engine, option, B", in_turns(on_one_engine(EVERY_OPTION)[::2], BATCHES))
+def test_every_second_option_on_metal(engine, option, B):
+    """Every second option is right in chunks on one of the engines. All engines share the code that cuts the arrays of
+    an option, and `test_each_option_alone` runs each."""
     check_on_metal(list(EVERY_OPTION).index(option) + (engine == "fused"), engine, options_at(option, B), B)
 
 
@@ -122,7 +122,7 @@ def check_on_metal(number, engine, options, B):
     case, cotangents = draw_away_from_kinks(1, sizes=(4, B, 3, 2, 3), **options)
     every = (3, 2, None)[number % 3]
     few = patch.object(choice, "GATES", {"fused": 8 * B, "stepwise": 8 * B})
-    with on_metal(), few, evaluating(WAYS[number % 2] if every else "evaluated"):
+    with on_metal(), matrices_from(9), few, evaluating(WAYS[number % 2] if every else "evaluated"):
         assert_right(case | ({"checkpoint_every": every} if every else {}), cotangents, engine)
 
 

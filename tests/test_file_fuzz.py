@@ -248,7 +248,7 @@ def test_mutated_files(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_files(kind, tmp_path):
-    check([kind], tmp_path, 1000)
+    check([kind], tmp_path, 400)
 
 
 if __name__ == "__main__":
