@@ -117,7 +117,7 @@ def test_random_combinations_on_metal(op, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op, count", [("lstm", 40), ("gru", 20), ("single_gate_rnn", 20)])
+@pytest.mark.parametrize("op, count", [("lstm", 20), ("gru", 10), ("single_gate_rnn", 10)])
 def test_many_random_combinations_on_metal(op, count):
     check_on_metal(op, count, seed=2)
 

@@ -51,7 +51,7 @@ def test_some_random_cells_are_right():
 @pytest.mark.slow
 def test_random_cells_are_right(request):
     """Many random cells have right outputs and right gradients of all arrays on each engine."""
-    tried(seeds(request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz") // 4))
+    tried(seeds(request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz") // 8))
 
 
 MIXED = """

@@ -624,7 +624,7 @@ def judged(case):
     return "wrong" if other or ": stopped" in case.text or not near_cells.worst(line, case) < NEAR else "right"
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_no_claim_is_wrong_for_random_cells_one_slip_away(count, request):
     """Random cells one slip away are refused, or the slip has no effect, as a limit of 8 on h, and the claim is
     right."""
@@ -635,7 +635,7 @@ def test_no_claim_is_wrong_for_random_cells_one_slip_away(count, request):
     assert not wrong and found.count("none") > count / 2
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_random_cells_that_equal_a_call_are_found(count, request):
     start = request.config.getoption("--fuzz-seed") * 1000
     cases = [near_cells.equal(start + n) for n in range(count)]
