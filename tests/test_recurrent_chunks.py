@@ -270,6 +270,27 @@ def test_a_layer_inside_the_step_warns_of_nothing():
     assert not caught
 
 
+def test_a_step_with_dropout_draws_the_same_numbers():
+    """With chunks, a step draws the random numbers that it draws without them, also when the gradient runs it again.
+    The next draw is the same, too."""
+    inner, drop, x = nn.Linear(D, D), nn.Dropout(0.5), numbers(T, B, D, key=1)
+
+    def step(x, h):
+        h = mx.tanh(inner(drop(x)) + h)
+        return h, h
+
+    def loss(x, every):
+        return recurrent(step, x, mx.zeros((B, D)), checkpoint_every=every)[0].sum()
+
+    found = []
+    for every in (None, 2):
+        mx.random.seed(3)
+        value, dx = mx.value_and_grad(loss)(x, every)
+        found.append((value.item(), mx.random.uniform().item(), np.array(dx)))
+    assert found[0][:2] == found[1][:2]
+    np.testing.assert_allclose(found[1][2], found[0][2], rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_by_finite_differences():
     """With chunks of three steps, the gradients of x, the state and the parameters equal central differences in
     float64."""

@@ -12,7 +12,7 @@ function of MLX gets and returns arrays only, not trees; its vjp rule gets (prim
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import isqrt
 from types import FunctionType, MethodType, ModuleType
@@ -51,9 +51,9 @@ def checkpointed(
     K = min(T, isqrt(T - 1) + 1 if isinstance(every, str) else every)  # "auto": the square root of T, rounded up
     order = range(0, T, K)[:: -1 if reverse else 1]  # the first step of each chunk, in the order in which they run
     first = mapped(lambda array: array[:1], sequences), state, parameters  # of one step
-    refuse_lost(lambda tree: chunk(order[0], *tree), first, modules)
+    draws = refuse_lost(lambda tree: chunk(order[0], *tree), first, modules)
     inputs = {"sequences": sequences, "state": state, "parameters": parameters}
-    chunks = Chunks(chunk, (T, K, order), modules, inputs)
+    chunks = Chunks(chunk, (T, K, order), modules, inputs, draws)
     whole_run = custom_function(chunks.forward)
     whole_run.vjp(chunks.backward)
     outputs, last, _ = chunks.results(whole_run(*leaves(chunks.inputs)))
@@ -64,11 +64,20 @@ class Chunks:
     """The chunks of a sequence: `forward` runs them, `backward` runs each again for its gradients. Both get and return
     leaves of trees, as MLX's custom functions do."""
 
-    def __init__(self, chunk: Chunk, sizes: tuple[int, int, range], modules: list[nn.Module], inputs: dict[str, Any]):
+    def __init__(
+        self,
+        chunk: Chunk,
+        sizes: tuple[int, int, range],
+        modules: list[nn.Module],
+        inputs: dict[str, Any],
+        draws: bool,
+    ):
         """chunk: runs the steps of one chunk. sizes: T, K, and the first steps of the chunks in the order in which they
         run. modules: those that `chunk` captures. inputs: the trees `sequences`, `state` and `parameters`, to which the
-        float arrays of the modules are added: everything of which the gradient is taken."""
-        self.chunk, self.modules = chunk, modules
+        float arrays of the modules are added: everything of which the gradient is taken. draws: whether a step may draw
+        random numbers, as dropout does; then each chunk draws the same ones in both passes."""
+        self.chunk, self.modules, self.draws = chunk, modules, draws
+        self.random_keys: dict[int, mx.array] = {}  # by chunk: the state of the random numbers at its start
         self.T, self.K, self.order = sizes
         # floats: for each module its parameters that can have a gradient, as pairs (key, array).
         floats = [[(key, array) for key, array in flat(each.parameters()) if is_float(array)] for each in modules]
@@ -95,7 +104,7 @@ class Chunks:
         tree = filled(self.inputs, values)
         state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], self.T, self.K), {}, {}
         for start in self.order:
-            starts[str(start)] = state
+            starts[str(start)], self.random_keys[start] = state, random_key()
             # Make all inputs of this chunk wait for the state. Products of the input alone do not depend on the state,
             # so MLX could otherwise compute them for all chunks at once, which takes more memory.
             piece = waiting(pieces[start // self.K], state)
@@ -115,7 +124,8 @@ class Chunks:
         for start in reversed(self.order):
             n = start // self.K
             given = waiting({"piece": pieces[n], "state": starts[str(start)], "shared": shared}, d_state)
-            d = gradients(partial(results_of, self.run, start), given, (d_outputs[n], d_state))
+            with random_numbers_from(self.random_keys[start]) if self.draws else nullcontext():
+                d = gradients(partial(results_of, self.run, start), given, (d_outputs[n], d_state))
             # The states at the starts are results of `forward`, so they have cotangents, too.
             d_state = mapped(added, d["state"], d_starts[str(start)])
             d_shared = mapped(added, d_shared, d["shared"])
@@ -266,11 +276,11 @@ def captured_modules(step: Any) -> list[nn.Module]:
     return list(modules.values())
 
 
-def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) -> None:
+def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) -> bool:
     """Raise an error if one step reads an array of floats that is neither in the tree of its arguments nor held by one
     of the modules: the gradient of such an array would be 0. A search of the step's code may miss it, so MLX lists what
-    the step reads. If MLX cannot list an operation of the step, nothing is raised. run: runs the step with such a
-    tree."""
+    the step reads. If MLX cannot list an operation of the step, nothing is raised. Return whether the step may draw
+    random numbers. run: runs the step with such a tree."""
     # held: of each module all arrays, as pairs (key, array), also those that are no parameters. Arrays in a tuple, no
     # parameters for MLX, cannot be replaced, so a step with such a module is not checked.
     whole: Any = [tree_flatten(module, is_leaf=lambda value: isinstance(value, tuple)) for module in modules]
@@ -278,7 +288,7 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
     own = [array for each in held for _, array in each]
     in_tuples = leaves([value for each in whole for _, value in each if isinstance(value, tuple)])
     if any(isinstance(value, mx.array) for value in in_tuples):
-        return
+        return True
 
     # Put arrays into the modules.
     def put(values: Any) -> None:
@@ -292,18 +302,50 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
         return leaves(run(filled(tree, arrays)))
 
     given = [mx.zeros(array.shape, array.dtype) for array in [*leaves(tree), *own]]  # the numbers do not matter
+    before, draws = random_key(), True
     try:
         with without_warnings():  # engines warn that an export has no values; the real run warns if it must
             # Both lists are alive at the same time, as `captured_arrays` needs them.
             content, again = exported(work, given), exported(work, given)
-    except Exception:
-        return
+        draws = any(item.get("name") == "RandomBits" for item in content)
+    except Exception:  # MLX cannot export the step; an error of the user's own code comes again in the real run
+        return True
     finally:
         put(own)
+        if draws:  # the real run must draw the same random numbers
+            set_random_key(before)
     found = {key: array for item in content for key, array in item.get("constants", ())}
     captured = captured_arrays(content, again)
     for key in [key for key in found if key in captured]:
         refuse_floats(found[key], f"an array of shape {list(found[key].shape)}")
+    return draws
+
+
+def random_key() -> mx.array:
+    """Return the state of MLX's random numbers."""
+    state: Any = mx.random.state
+    return state[0]
+
+
+def set_random_key(key: mx.array) -> None:
+    """Set the state of MLX's random numbers to this key, of two numbers. In an `mx.compile` that has the state among
+    its inputs, a key has no numbers yet; then the state stays as it is."""
+    try:
+        numbers: Any = key.tolist()
+    except ValueError:
+        return
+    mx.random.seed(numbers[0] << 32 | numbers[1])
+
+
+@contextmanager
+def random_numbers_from(key: mx.array) -> Iterator[None]:
+    """Let MLX draw its random numbers from this state inside the context."""
+    before = random_key()
+    set_random_key(key)
+    try:
+        yield
+    finally:
+        set_random_key(before)
 
 
 def refuse_floats(array: mx.array, name: str) -> None:
