@@ -6,12 +6,12 @@
 //   n = s_n(a_n + r q), or s_n(a_n + q) if the reset comes before the product
 //
 // s and s_n are the activations of the gates r, z and of n. a is the preactivation, a_n that of n without q. q is the
-// candidate's recurrent product with its bias bhn. If the reset comes before the product, the product is that of r h.
+// candidate's recurrent product with its bias bhn: h Wh_n^T + bhn, with r h for h if the reset comes before it.
 // The option flip_z exchanges z and 1 - z. H: hidden units, D: directions. OPTIONS: the cell's options as one integer.
 // GRUCell<OPTIONS> (cell_gru.metal) is the cell of one unit, with functions for single gates and their gradients;
 // GATE_R, GATE_Z, GATE_N are 0, 1, 2, block(gate) the place of a gate on a gate axis. activate_own<OPTIONS, N>: the
-// activation of the lane's gate, one of the first N. sum_over_lanes, of_lane<4>(x, n): the sum over the lanes of a
-// unit, the x of its lane n (fused_lanes.metal).
+// activation of the lane's gate, one of the first N. sum_over_lanes(x): the sum of x over the lanes of a unit.
+// of_lane<4>(x, n): the x of the unit's lane n.
 
 // How the four lanes of a unit of a GRU compute a step; fused_lanes.metal lists the members.
 template <int OPTIONS>

@@ -8,8 +8,8 @@
 // its functions gate, preactivation, state and those for gradients; PEEPHOLE is NO_PEEPHOLE, or says whether the
 // peephole of o reads the new c (O_SEES_CURRENT) or c_prev; STOPS: whether the clip stops gradients; block(n): the
 // place of gate n on a gate axis; OUTPUT: the activation of c. activate_own<OPTIONS, N>, slope_own: the activation of
-// the lane's gate, one of the first N, and its derivative. sum_over_lanes, of_lane<4>(x, n): the sum over the lanes of
-// a unit, the x of its lane n (fused_lanes.metal). simd_shuffle_xor(x, n): the x of lane own ^ n (exclusive or).
+// the lane's gate, one of the first N, and its derivative. sum_over_lanes(x): the sum of x over the lanes of a unit.
+// of_lane<4>(x, n): the x of the unit's lane n. simd_shuffle_xor(x, n): the x of lane own ^ n (exclusive or).
 
 // How the four lanes of a unit of an LSTM compute a step; fused_lanes.metal lists the members.
 template <int OPTIONS>

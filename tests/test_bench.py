@@ -536,7 +536,8 @@ def test_what_is_not_installed(missing, arguments, said, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("which", "slept"), [("forward", 0), ("paced", 4 * streaming.PAUSE)])
 def test_pauses_before_frames_are_told_apart_from_the_steps(which, slept, monkeypatch):
-    """A paced run says how long it slept, which is subtracted from its time; the next run counts its own pauses."""
+    """A paced run waits for each frame. It returns the seconds for which it waited, so that they can be subtracted from
+    its time. Each run counts only its own waiting."""
     clock = [0.0]
     sleep = SimpleNamespace(sleep=lambda seconds: clock.append(clock[-1] + seconds), perf_counter=lambda: clock[-1])
     monkeypatch.setattr(streaming, "time", sleep)

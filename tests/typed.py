@@ -23,8 +23,8 @@ BLOCKS = ROOT / "build" / "blocks"
 
 
 def main():
-    """Print the errors of types, the missing annotations and the share of typed names. Return True (exit code 1) on
-    failure, otherwise False."""
+    """Check the types of the package and of the blocks in docs. Print the errors, the missing annotations, and the
+    share of public names that have a type. Return whether a check failed: True becomes the exit code 1."""
     write_blocks()
     with subprocess.Popen([*CHECKER, "-p", str(ROOT)], stdout=subprocess.PIPE, text=True) as checks:
         failed = is_untyped()

@@ -259,7 +259,8 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     # shapes: what each array must have. The input of a layer above the first is the output of the layer below, D P.
     shapes: dict[str, list[int | str]] = {"Wh": [rows, P], "bx": [rows], "bh": [rows], "peephole": [rows]}
     shapes["Wp"] = [P, rows // G]
-    # others: what no layer may have: only LSTMs have these two, and a projection is in all layers or in none.
+    # others: the arrays that are refused. Only an LSTM may have Wp and peephole. If its first layer has no Wp, no other
+    # layer may have one.
     others = {"Wp", "peephole"} if weights.cell.op != "lstm" else {"Wp"} - first.keys()
     for n, layer in enumerate(weights.layers):
         shapes["Wx"] = [rows, D * P if n else weights.input_size]

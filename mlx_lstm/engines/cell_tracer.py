@@ -120,8 +120,8 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
         captured, step = Captured(cell), partial(called, cell, counts, apart)
         key = captured.key
         if not captured.is_whole:
-            # The search may have missed a number, so the key also gets the operations. MLX lists no mx.stop_gradient,
-            # which only shows in the gradient.
+            # The search may have missed a number, so the key also gets MLX's list of the cell's operations. This list
+            # lacks mx.stop_gradient. A cell that may call it also gets the operations of the gradient listed.
             with mx.stream(mx.cpu):  # as in `trace`
                 given, d_states = arrays_of(counts, apart, shape, dtype)
                 key = [*key, listing(step, given, d_states if captured.stops else [])]

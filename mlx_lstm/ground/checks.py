@@ -72,7 +72,7 @@ _quiet = ContextVar("quiet", default=False)
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Show no warning of this package inside the context, and do not count it as shown."""
+    """Let `warn_once` show nothing inside the context. A text that it left out can still be shown later."""
     before = _quiet.set(True)
     try:
         yield

@@ -159,8 +159,8 @@ class Layer(Advised):
         return arrays | self._norm_arrays()
 
     def _norm_arrays(self) -> dict[str, Any]:
-        """Return the parameters of layer normalisation as {name: array}, without those that the layer does not have.
-        The layer's attributes have the names of the arguments of a call."""
+        """Return the parameters of layer normalisation that the layer has, as {name: array}. A name is that of the
+        layer's attribute and of the argument of a call."""
         names = () if self._norm is None else layer_norm_arrays(self._norm, self._gates, self.hidden_size)
         return {name: self._parameter(name) for name in names if getattr(self, name, None) is not None}
 

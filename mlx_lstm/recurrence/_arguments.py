@@ -151,9 +151,9 @@ def check_shapes(
     x, Wh, G = arrays["x"], arrays["Wh"], cell.gates
     D = 2 if bidirectional else 1
     GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
-    # GH, DGH: the sizes G H and D G H for error texts. own: the axis of arrays with one entry per direction. many: "2"
-    # before a size in error texts if there are two directions, as in 2P. Without Wx, x is already the product x Wx^T,
-    # with D G H features.
+    # For error texts: GH and DGH are the words for the sizes G H and D G H; `many` stands before a size, "2" for two
+    # directions, as in 2P. own: the axis of arrays with one entry per direction. If the call has no Wx, its x is the
+    # product x Wx^T already, with D G H features.
     own, many = ([2] if bidirectional else []), ("2" if bidirectional else "")
     check_array(op, "x", x, ["T", "B", "I" if "Wx" in arrays else DGH])
     joined = " (join_directions joins the arrays of two directions)" if bidirectional and len(Wh.shape) == 2 else ""

@@ -33,7 +33,7 @@ class StreamedLayer:
         (_, B, H, _), dtype, cell = problem[:4], v["Wx"].dtype, problem.cell
         I = v["Wx"].shape[1]
         v = v | {"x": np.empty((1, B, I), dtype)}  # only its shape and dtype matter
-        # streamed: the steps arrive one at a time, so there is no product over many steps.
+        # streamed: one step arrives at a time, so the input's product is computed for each step by itself.
         step = Step(problem, v, mask=None, streamed=True)
         self.step, products = step, step.products
         self.h: list[Array] = products.h_buffers

@@ -344,7 +344,8 @@ class StepBackward:
         self.constants: dict[mx.Dtype, dict[int, Array]] = {}
 
     def by_node(self, inputs: Mapping[str, Any]) -> dict[int, Any]:
-        """Return {node: value} of inputs of the graph, by their names, without those that the graph does not have."""
+        """Return {node: value} for {name: value}. The names are those of inputs; the graph may lack some of them, which
+        are left out."""
         number = self.graph.number
         return {number[name]: value for name, value in inputs.items() if name in number}
 
