@@ -34,7 +34,7 @@ from ..cells import AnyCell, PointwiseCell, norm_blocks
 from ..definitions import ScaledNorm, constant, normalised
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
-from ..tracing import distinct
+from ..tracing import distinct, split_apart
 from .packed import dequantized, times_input
 from .pointwise import chosen, gradients_by_mlx, pointwise_step
 
@@ -130,7 +130,7 @@ def live_items(arrays: Arrays, t: int) -> Array | None:
 def by_time(sequence: Array) -> list[Array]:
     """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
     # sequence[t] is not used: under mx.compile(shapeless=True) MLX would silently keep its shape of the first call.
-    return [row.squeeze(0) for row in mx.split(sequence, sequence.shape[0])]
+    return [row.squeeze(0) for row in split_apart(sequence, sequence.shape[0])]
 
 
 def step(
@@ -154,7 +154,7 @@ def step(
     if cell.cell_clip is not None or cell.projection_clip is not None:
         of |= limits_of(cell, c, h)
     if "peephole" in arrays:  # `named` divides an array into w0, w1, ..., one part for each gate
-        of |= named("w", cell, arrays["peephole"])
+        of |= named("w", cell, arrays["peephole"][None])  # as in `split_apart`
     # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
     if cell.reset == "before":  # a GRU whose candidate has a product of its own; the other products follow below
         of |= named("x", cell, z)
@@ -322,7 +322,7 @@ class StepBackward:
         self.graph = graph = graph_of(cell, arrays, exposes)
         # fixed: the graph's inputs that are the same at every step, by name: peephole weights, the second matrix, the
         # norm of c.
-        fixed: dict[str, Any] = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
+        fixed: dict[str, Any] = named("w", cell, arrays["peephole"][None]) if "peephole" in arrays else {}
         if graph.has_product():
             W = arrays["Wp"] if "Wp" in arrays else self.Wh[cell.block("n", H)]
             fixed |= {"W0": W, "W0T": W.T}
