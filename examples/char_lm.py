@@ -581,7 +581,7 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=text)
     parser.add_argument("--seconds", type=float, help="stop the training after this time, and write a sample")
     parser.add_argument("--distributed", action="store_true", help="share each batch with the processes of mlx.launch")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, with its settings")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     parser.add_argument("--out", type=Path, default=Path("runs/char_lm"), help="folder of the results")
     widths = (2, 3, 4, 5, 6, 8)
     text = "after training, also validate with the LSTM's weights quantized to these numbers of bits"
