@@ -207,14 +207,14 @@ def layers_of(
     nonlinearity: str | None = None,
     only: Sequence[str] | None = None,
 ) -> tuple[dict[str, Weights], dict[str, list[str]]]:
-    """Find all recurrent layers among a file's arrays. Return (layers, used): the `Weights` of each layer and the keys of
-    its arrays, by the layer's name. Numbered layers whose sizes fit become one stack, and two directions become one
+    """Find all recurrent layers among a file's arrays. Return (layers, used): the `Weights` of each layer, and the keys
+    of its arrays, by the layer's name. Numbered layers whose sizes fit become one stack, and two directions become one
     layer.
 
     arrays: all arrays of the file, by key. told: what the file's metadata say. keys: a template of the keys, or None
     for the usual keys. ways: the words for both directions in the template. order: the gate order in the file, or None
-    for the usual order. nonlinearity: the activation of plain RNNs, or None for tanh. only: the names of the layers that
-    must be readable, or None for all. Of an unreadable layer that is not in `only`, only the keys are returned.
+    for the usual order. nonlinearity: the activation of plain RNNs, or None for tanh. only: the names of the layers
+    that must be readable, or None for all. Of an unreadable layer that is not in `only`, only the keys are returned.
     """
     # buckets: for each name the groups of its keys. All layers and directions of a stack have the same name.
     buckets: dict[str, list[Group]] = {}
@@ -422,7 +422,7 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
     the keys of the arrays, for error texts. words: the arrays of the file by their names in `Weights`, with `b` and
     `bhn` instead of `bx` and `bh` if the file has these. order: the gate order in the file, or None for the usual
     order."""
-    matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")  # the leaf of Wh, whose shape shows which cell it is
+    matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")  # its shape shows which cell it is
     kind = OF_GATES[gates_of("convert", words, group.title(matrix))]  # "lstm", "gru" or "rnn"
     if "bhn" in words and kind != "gru":
         fail("convert", f"{group.title('bhn')} must not be there, as {group.title(matrix)} is no GRU's,", "this key")
