@@ -406,12 +406,12 @@ SETTINGS.weight, SETTINGS.weights, leaky.weight, QUEUE = W, {"all": [W]}, W, deq
 MEANS = nn.BatchNorm(H)
 
 BAD = {
-    "a dict of a Python module": (lambda x, h: (h, h @ SETTINGS.weights["all"][0]), "in a module, but got weights"),
-    "a function's": (lambda x, h: (h, h @ leaky.weight), "in a module, but got weight"),
+    "a dict of a Python module": (lambda x, h: (h, h @ SETTINGS.weights["all"][0]), "but got SETTINGS.weights.all.0"),
+    "a function's": (lambda x, h: (h, h @ leaky.weight), r"in a module, but got leaky\.weight"),
     "in a deque": (lambda x, h: (h, h @ QUEUE[0]), "in a module, but got QUEUE.0"),
-    "a Python module's": (lambda x, h: (h, mx.tanh(x + h @ SETTINGS.weight)), "in a module, but got weight"),
+    "a Python module's": (lambda x, h: (h, mx.tanh(x + h @ SETTINGS.weight)), r"but got SETTINGS.weight\."),
     "a global array": (global_array, "or hold them in a module, but got W"),
-    "inside a closure": (capturing({"recurrent": [W]}), "in a module, but got inner.arrays.recurrent.0"),
+    "inside a closure": (capturing({"recurrent": [W]}), r"in a module, but got arrays\.recurrent\.0"),
     "an object's": (Holder().step, "or hold them in a module, but got self.scale"),
     "assigned": (Counting().step, "must not assign arrays to a module with checkpoint_every.*but got Counting.count"),
     "running means": (lambda x, h: (h, MEANS(x) + h), "assign arrays to a module .*but got BatchNorm.running_mean"),
