@@ -216,7 +216,9 @@ class Captured:
             self.modules.append(value)
         # Code may run methods of the object's class without their names, such as `__call__`. They read more attributes.
         methods = [] if isinstance(value, (type, ModuleType)) else unnamed_methods(type(value))
-        names = tuple(sorted({*names, *(name for method in methods for name in names_in(method.__code__))}))
+        # `__wrapped__`: the function inside of one that a decorator such as `lru_cache` made.
+        more = ["__wrapped__", *(name for method in methods for name in names_in(method.__code__))]
+        names = tuple(sorted({*names, *more}))
         found: list[tuple[str, Any]] = []
         for name in names:
             with suppress(Exception):  # a property of the user's may raise anything

@@ -241,12 +241,15 @@ def captured_modules(step: Any) -> list[nn.Module]:
     for path, array in captured.arrays:
         if path:  # an array without one belongs to a module or is computed by a property
             refuse_floats(array, path)
+    # A module is left out if those before it have all its parameters. A module in an attribute with a private name, as
+    # in `self._cell`, is one of its own: MLX does not count its parameters to those of the module that holds it.
     modules: list[nn.Module] = []
-    inside: set[int] = set()  # the ids of these modules and of the modules in them
-    for module in captured.modules:
-        if id(module) not in inside:
+    covered: set[int] = set()  # the ids of the parameters of these modules
+    for module in [inner for outer in captured.modules for inner in outer.modules()]:
+        parameters = {id(array) for _, array in flat(module.parameters())}
+        if not parameters <= covered:
             modules.append(module)
-            inside |= {id(each) for each in module.modules()}
+            covered |= parameters
     return modules
 
 
