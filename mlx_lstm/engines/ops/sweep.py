@@ -238,13 +238,16 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     if isinstance(problem.cell, PointwiseCell):
         return gradients_by_mlx(forward, problem, arrays, cotangents)
     # A second derivative multiplies the mask by a gradient that is 0 in the padding, and NaN times 0 is NaN.
-    arrays = with_zeros_in_padding(problem, arrays, ("mask",))
+    given, arrays = arrays, with_zeros_in_padding(problem, arrays, ("mask",))
     if problem.bidirectional:
         parts = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
         sweep = join([sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(parts)])
     else:
         sweep = sweep_backward(problem, arrays, saved, cotangents)
-    return gradients_after_sweep(problem, arrays, saved, sweep)
+    gradients = gradients_after_sweep(problem, arrays, saved, sweep)
+    if "mask" in gradients:  # the zeros may have given the mask more rows than the caller's has
+        gradients["mask"] = sum_to_shape(gradients["mask"], given["mask"].shape)
+    return gradients
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
