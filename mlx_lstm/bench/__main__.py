@@ -23,8 +23,8 @@ from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
 from .tune import tune
 
-QUICK = {"seconds": 1.0, "rounds": 3}  # the defaults of --seconds and --rounds with --quick
-FULL = {"seconds": 10.0, "rounds": 5}  # and without
+QUICK = {"seconds": 1.0, "rounds": 3}  # defaults of --seconds and --rounds with --quick
+FULL = {"seconds": 10.0, "rounds": 5}  # and without --quick
 
 PASSES_HELP = (
     "forward, backward (with its forward pass) or, for streaming, paced (a step every 3 ms); default: those of the case"
@@ -36,13 +36,13 @@ APPLY = {
     "host": ("case", "sizes", "dtype", "csv"),
     "tune": ("case", "tune_file"),
 }
-"""The options that may be used in each kind of run. The key is the option that starts the kind of run, or "" for a
-measurement of times, which takes all options but --tune-file."""
+"""The options that may be used in each kind of run. The key is the option that starts this kind of run, or "" for a
+measurement of times."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return the exit code: 0, 1 if an implementation failed or its results were wrong, 2 for a
-    wrong option, 130 if Ctrl-C interrupted it."""
+    """Run the command. Return the exit code: 0 if all is well, 1 if an implementation failed or its results were wrong,
+    2 for a wrong option, 130 if Ctrl-C interrupted it."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         complete(options)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
-    in_all_digits()  # without TF32 on the newest chips: a comparison with float64 would call its rounding an error
+    in_all_digits()  # no TF32 in MLX's products on the newest chips: its rounding would count as an error
     if options.tune or options.host:
         try:
             return tune(options.tune_file) if options.tune else show_host(options)
@@ -76,8 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def failures_text(rows: Iterable[Measurement]) -> str:
-    """Return as text one line for each implementation and engine that failed: its first failure, and how many more
-    there are."""
+    """Return one line of text for each implementation and engine that failed: its first failure, and the number of its
+    further failures."""
     failed: dict[str, list[Measurement]] = {}
     for row in rows:
         if row.failed:
@@ -90,7 +90,8 @@ def failures_text(rows: Iterable[Measurement]) -> str:
 
 
 def shortened(row: Measurement, printed: Collection[str]) -> Measurement:
-    """Return a measurement for printing. If the text of its status was printed before, keep only the first line."""
+    """Return a measurement for printing. If its status, an error text of several lines, is in `printed`, the texts that
+    were printed before, shorten it to the first line."""
     return row._replace(status=f"{row.status.splitlines()[0]} (as above)") if row.status in printed else row
 
 
@@ -153,7 +154,7 @@ def add_what(add: Callable[..., object]) -> None:
 
 
 def add_how(add: Callable[..., object]) -> None:
-    """Add the options that say how long it is measured, and which files are written."""
+    """Add the options that say how long to measure, and which files to write."""
     add("--quick", action="store_true", help="fewer sizes, rounds and seconds, where you do not give them")
     add("--rounds", type=int, metavar="N", help=f"how many turns each contender has; default: {FULL['rounds']}")
     seconds = f"seconds for each contender, size and pass, all rounds together; default: {FULL['seconds']:g}"
@@ -248,17 +249,17 @@ def show_host(options: argparse.Namespace) -> int:
 
 
 def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
-    """Return the engines to measure at a size: those that the user requested, or the one that the library chooses.
-    Raise ValueError if a requested engine cannot run."""
+    """Return the engines to measure at a size: the engines that the user requested, or the engine that the library
+    chooses. Raise ValueError if a requested engine cannot run."""
     case = CASES[options.case]
-    # traced: False, as the timed calls are not inside a transformation such as `mx.compile`.
+    # traced=False: the timed calls are not inside a transformation such as `mx.compile`.
     where = {"sizes": size, "dtype": DTYPES[options.dtype], "device": options.device, "traced": False}
     where |= {"metal": has_metal(), "cell": case.cell, "bidirectional": case.bidirectional}
     return [choose(requested=word, **where).engine for word in dict.fromkeys(options.engine or [None])]
 
 
 def interrupted_text(groups: list[list[Measurement]], options: argparse.Namespace) -> str:
-    """Return what Ctrl-C leaves: how many tables are measured, and where they are."""
+    """Return the text to print after Ctrl-C: how many tables are complete, and where they are."""
     done = f"{len(groups)} of {len(options.sizes) * len(options.passes)} tables"
     kept = f"they are in {options.csv}" if options.csv else "they are printed above; --csv FILE would keep them"
     return f"\ninterrupted after {done}" + (f": {kept}" if groups else ": nothing is kept")
