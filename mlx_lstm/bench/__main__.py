@@ -27,7 +27,8 @@ QUICK = {"seconds": 1.0, "rounds": 3}  # defaults of --seconds and --rounds with
 FULL = {"seconds": 10.0, "rounds": 5}  # and without --quick
 
 PASSES_HELP = (
-    "forward, backward (with its forward pass) or, for streaming, paced (a step every 3 ms); default: those of the case"
+    "the passes to measure: forward; backward, which includes the forward pass; paced, a step every 3 ms (only with "
+    "--case streaming); default: depends on the case"
 )
 MEASURING = ("case", "sizes", "passes", "contenders", "engine", "device", "dtype", "patience", "csv")
 APPLY = {
@@ -117,13 +118,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_what(parser.add_argument_group("what is measured").add_argument)
     add_how(parser.add_argument_group("how long, and where the figures go").add_argument)
-    add = parser.add_argument_group("something else instead of times").add_argument
-    memory = f"measure the peak memory of a backward pass; its size is {MEMORY_SIZE}, unless --sizes says otherwise"
+    add = parser.add_argument_group("measure something else instead of times").add_argument
+    memory = f"measure the peak memory of a backward pass, at the size {MEMORY_SIZE} or at those of --sizes"
     add("--memory", action="store_true", help=memory)
-    add("--host", action="store_true", help="measure how long Python takes to prepare a call, ours and mlx.nn.LSTM's")
+    add("--host", action="store_true", help="measure how long Python takes to build the graph of a call")
     tune = "on a Mac: measure which Metal engine is faster at which size, and save the result for all later runs"
     add("--tune", action="store_true", help=tune)
-    where = "where --tune saves it; default: the file in your cache folder that the library reads"
+    where = "write the result of --tune to FILE; default: the file in your cache folder that the library reads"
     add("--tune-file", metavar="FILE", help=where)
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
@@ -132,30 +133,37 @@ def make_parser() -> argparse.ArgumentParser:
 def add_what(add: Callable[..., object]) -> None:
     """Add the options that select what is measured, by the method `add_argument` of a group."""
     cases = (
-        "lstm (the default): a layer of one direction; block_lstm: TensorFlow's BlockLSTM; streaming: one time step "
-        "per call; cudnn_lstm, cudnn_gru: TensorFlow's CudnnRNN"
+        "the computation to measure. lstm (the default): an LSTM layer in one direction; block_lstm: TensorFlow's "
+        "BlockLSTM; streaming: an LSTM that runs one time step per call; cudnn_lstm, cudnn_gru: TensorFlow's CudnnRNN "
+        "with two bidirectional layers"
     )
     add("--case", choices=CASES, metavar="CASE", help=cases)
-    sizes = f"time steps, sequences in a batch, inputs, hidden units; default for lstm: {' '.join(map(str, SIZES))}"
+    sizes = (
+        "the sizes to measure: time steps, sequences in a batch, inputs, hidden units; default for lstm: "
+        f"{' '.join(map(str, SIZES))}"
+    )
     add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=sizes)
     add("--passes", nargs="+", choices=(*PASSES, "paced"), metavar="PASS", help=PASSES_HELP)
     names = "; ".join(f"{case}: {', '.join(CASES[case].contenders)}" for case in CASES)
-    contenders = f"the libraries to compare. {names}. Or module:attribute of your own Contender; default: all installed"
+    contenders = (
+        f"the libraries (contenders) to compare, by case. {names}. module:attribute names a Contender of your own; "
+        "default: all that are installed"
+    )
     add("--contenders", nargs="+", metavar="NAME", help=contenders)
     engines = f"our engines (implementations) to time, of {', '.join(ENGINES)}; default: what a layer would use here"
     add("--engine", nargs="+", choices=ENGINES, metavar="ENGINE", help=engines)
     every = (
-        "for lstm, backward: also time our layer saving the states of every K-th step only (less memory, more time); "
-        "K may be auto"
+        "in the backward pass of --case lstm also measure our layer with the option checkpoint_every=K, which needs "
+        "less memory and more time; K may be auto"
     )
     add("--checkpoint-every", nargs="+", type=every_option, metavar="K", help=every)
-    add("--device", choices=("cpu", "gpu"), help="where the contenders that use MLX run; default: MLX's default device")
-    add("--dtype", choices=DTYPES, help="default: float32")
+    add("--device", choices=("cpu", "gpu"), help="the device of contenders that use MLX; default: MLX's default device")
+    add("--dtype", choices=DTYPES, help="the dtype of the arrays; default: float32")
 
 
 def add_how(add: Callable[..., object]) -> None:
     """Add the options that say how long to measure, and which files to write."""
-    add("--quick", action="store_true", help="fewer sizes, rounds and seconds, where you do not give them")
+    add("--quick", action="store_true", help="fewer sizes, rounds and seconds, unless you set them yourself")
     add("--rounds", type=int, metavar="N", help=f"how many turns each contender has; default: {FULL['rounds']}")
     seconds = f"seconds for each contender, size and pass, all rounds together; default: {FULL['seconds']:g}"
     add("--seconds", type=float, metavar="S", help=seconds)

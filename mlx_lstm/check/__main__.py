@@ -146,8 +146,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Check that mlx-lstm computes correct results on this machine.\n\n"
         "The command runs small problems on every engine (implementation) that works\n"
         "here. It compares all results and gradients with a float64 reference. Then it\n"
-        "measures the time of a training step and that of mlx.nn.LSTM. It writes a\n"
-        "report, which you can attach to an issue.",
+        "measures the time of a training step, of our layer and of mlx.nn.LSTM. It writes\n"
+        "a report, which you can attach to an issue.",
         epilog="examples:\n"
         "  the usual check, but no times:\n"
         "    python -m mlx_lstm.check --sizes\n"
@@ -165,7 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     engines = (
         f"check these engines only, of {', '.join(ENGINES)}; the exit code is 2 if one cannot run on this machine; "
-        "default: all that can"
+        "default: all that can run"
     )
     add("--engines", nargs="+", choices=ENGINES, metavar="ENGINE", help=engines)
     add("--problems", nargs="+", metavar="TEXT", help="run only the problems whose name contains one of these texts")

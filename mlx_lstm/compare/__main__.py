@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
         "The command runs every option in many small cases. It prints the largest error of\n"
         "each result and gradient, divided by the allowed error, which is derived for each\n"
         "case. MPSGraph runs on a Mac only. On another machine the command compares the\n"
-        "others, or arrays that were saved on a Mac.",
+        "other implementations, or arrays that were saved on a Mac.",
         epilog="examples:\n"
         "  only the cases with a mask:\n"
         "    python -m mlx_lstm.compare --cases mask\n"
