@@ -456,8 +456,10 @@ def to_mlx(array: Any) -> mx.array:
         array = array.detach().cpu()
         if str(array.dtype) == "torch.bfloat16":  # NumPy has no bfloat16
             return mx.array(array.float().numpy()).astype(mx.bfloat16)
-    # MLX takes no reversed axis and no foreign byte order.
-    array = np.asarray(array, order="C")
+    # MLX takes no reversed axis, not even one of size 1, which NumPy leaves as it is unless it copies; and no foreign
+    # byte order.
+    array = np.asarray(array)
+    array = array.copy() if min(array.strides, default=0) < 0 else array
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     # NumPy's kinds of dtypes: f floats, i and u integers, b bools. MLX has none of more than 8 bytes.
     if (array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16") or array.itemsize > 8:
