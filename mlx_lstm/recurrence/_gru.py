@@ -1,9 +1,11 @@
 """The GRU over a sequence (`gru`) and its gradient op (`gru_gradients`).
 
-T: time steps, B: sequences of the batch, I: input features, H: hidden units. `given` makes a dict of the arrays that
-are not None; `check_gru` checks the options and returns the cell; `with_norm` adds the options of a `Norm` to the cell
-and its arrays to the dict; `Call` checks the arrays, chooses an engine and runs it. Its `forward` returns (outputs by
-name, the engine that ran). `without_norm` makes a gradient op refuse the argument `norm`.
+T: time steps, B: sequences of the batch, I: input features, H: hidden units. Both functions work in the same steps:
+
+- `given` makes a dict of the arrays that are not None. `check_gru` checks the options and returns the cell.
+- `with_norm` (only `gru`) adds the options of a `Norm` to the cell, and its arrays to the dict. `without_norm` makes
+  the gradient op refuse the argument `norm`.
+- `Call` checks the arrays, chooses an engine and runs it. `Call.forward` returns (outputs by name, the chosen engine).
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ from ._norm import Norm, with_norm, without_norm
 
 
 class GRUOutput(NamedTuple):
-    """The outputs of `gru`: the sequences h [T, B, H] and gates [T, B, 3H], and the last state hT [B, H].
+    """The outputs of `gru`: the sequences h [T, B, H] and gates [T, B, 3H] (None unless `return_gates`), and the last
+    state hT [B, H].
 
     With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
     one.
