@@ -45,14 +45,21 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     # MLX may derive a gradient from these operations: of a user's cell, without training, or in forward mode. Some of
     # its products multiply an array by a gradient that is 0 in the padding. A NaN times 0 is NaN, so the padding of
     # these arrays is set to 0 first.
-    if "lengths" in arrays:
-        padded = [name for name in ("x", "inputs", "mask") if name in arrays and arrays[name].ndim == 3]
-        padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # not a mask for all steps, [1, B, P]
-        arrays = arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
+    arrays = with_zeros_in_padding(problem, arrays, ("x", "inputs", "mask"))
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
         return sweep_forward(problem, arrays, z)
     return join([sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2)])
+
+
+def with_zeros_in_padding(problem: Problem, arrays: Arrays, names: Sequence[str]) -> Arrays:
+    """Return the arrays of a call, where those of these names that differ by step are 0 in the padding, that is, past
+    the end of each item."""
+    if "lengths" not in arrays:
+        return arrays
+    padded = [name for name in names if name in arrays and arrays[name].ndim == 3]
+    padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # not a mask for all steps, [1, B, P]
+    return arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
 
 
 def forward_step(problem: Problem, arrays: Arrays) -> Arrays:
@@ -230,6 +237,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     """
     if isinstance(problem.cell, PointwiseCell):
         return gradients_by_mlx(forward, problem, arrays, cotangents)
+    # A second derivative multiplies the mask by a gradient that is 0 in the padding, and NaN times 0 is NaN.
+    arrays = with_zeros_in_padding(problem, arrays, ("mask",))
     if problem.bidirectional:
         parts = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
         sweep = join([sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(parts)])
