@@ -35,7 +35,7 @@ import numpy as np
 
 from ..ground.checks import fail
 from . import definitions
-from .captures import Captured, TooMuch, Weakly, library_of
+from .captures import Captured, Weakly, library_of
 from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
 from .cells import AnyCell, Cell, NormOptions, PointwiseCell, form_of
 from .tracing import distinct, have_values, vjp
@@ -114,40 +114,34 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
     apart: whether the cell gets the input's part and the recurrent part of each preactivation as a pair. shape: (B, H),
     the shape of each state. dtype: float32 or float64.
     """
-    # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed.
+    captured, step = Captured(cell), partial(called, cell, counts, apart)
     try:
-        captured, step = Captured(cell), partial(called, cell, counts, apart)
-        key = captured.key
-        if not captured.is_whole:
-            # The search may have missed a number, so the key also gets MLX's list of the cell's operations. This list
-            # lacks mx.stop_gradient. A cell that may call it also gets the operations of the gradient listed.
-            with mx.stream(mx.cpu):  # as in `trace`
-                given, d_states = arrays_of(counts, apart, shape, dtype)
-                key = [*key, listing(step, given, d_states if captured.stops else [])]
-        graph = cached_trace(Weakly(cell), counts, apart, shape, dtype, tuple(key))
-        return graph.of_function(step)
-    except (TooMuch, NotPointwise):
-        return trace(cell, counts, apart, shape, dtype)
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
+        # If the search may have missed a number, the key also gets MLX's list of the cell's operations.
+        key = captured.key if captured.is_whole else [*captured.key, listing(step, counts, apart, shape, dtype)]
+        return cached_trace(Weakly(cell), counts, apart, shape, dtype, tuple(key)).of_function(step)
+    except NotPointwise:  # MLX cannot list an operation; `trace` finds the text of the error for the user
         return trace(cell, counts, apart, shape, dtype)
 
 
-def listing(step: Callable[..., list[mx.array]], given: list[mx.array], d_states: list[mx.array]) -> str:
-    """Return MLX's list of the operations of `step` as text, with the exact numbers of its constants. given: arrays of
-    the shapes and dtypes of its arguments. d_states: the same for the cotangents of its results, if the text shall also
-    list the operations of the gradient; else no arrays."""
+def listing(
+    step: Callable[..., list[mx.array]], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype
+) -> str:
+    """Return MLX's list of the operations of a cell and of its gradient as text, with the exact numbers of the
+    constants. The list of the cell alone would lack mx.stop_gradient. step: the cell as a function of one list of
+    arrays; the other arguments are those of `traced`."""
+    with mx.stream(mx.cpu):  # as in `trace`
+        given, d_states = arrays_of(counts, apart, shape, dtype)
     n = len(given)
 
     def results(*arrays: mx.array) -> list[mx.array]:
-        values, gradients = vjp(step, arrays[:n], arrays[n:]) if d_states else (step(*arrays), [])
+        values, gradients = vjp(step, arrays[:n], arrays[n:])
         return [*values, *gradients]
 
-    content = exported(results, [*given, *d_states])
+    with mx.stream(mx.cpu):
+        content = exported(results, [*given, *d_states])
     try:
         constants = [array.tolist() for item in content for _, array in item.get("constants", ())]
-    except ValueError as error:  # a placeholder of mx.compile or mx.vmap has no numbers
+    except (ValueError, RuntimeError) as error:  # a placeholder of mx.compile or mx.vmap has no numbers
         raise NotPointwise("a captured array") from error
     return repr((content, constants))
 
@@ -532,7 +526,7 @@ def captured_arrays(content: Exported, again: Exported) -> set[str]:
     for (key, one), (_, other) in zip(*pairs, strict=False):
         try:
             same = one.size > 0 and address(one) == address(other)
-        except ValueError:  # a placeholder of mx.compile or mx.vmap
+        except (ValueError, RuntimeError):  # a placeholder of mx.compile or mx.vmap
             same = True
         if same:
             captured.add(key)
@@ -637,11 +631,7 @@ def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: 
     MLX's list contains the operations that compute a captured array if this array is not evaluated yet. So the initial
     weights of a module would look like random numbers that the cell draws.
     """
-    try:
-        arrays = Captured(cell).every_array()
-    except TooMuch:
-        return what
-    if arrays:
+    if arrays := Captured(cell).every_array():
         have_values(arrays)
         try:
             absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])  # any names will do

@@ -49,16 +49,24 @@ from .pointwise import chosen, gradients_by_mlx, pointwise_step
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
     an LSTM also c [T, B, D H] and cT [B, D H]."""
-    # Set the padding (steps after an item's end) to 0 if MLX may derive a gradient from these operations. Its gradient
-    # multiplies these arrays by numbers that are 0 in the padding, and NaN times 0 would be NaN.
-    if "lengths" in arrays:
-        padded = [name for name in ("x", "inputs", "mask") if name in arrays and arrays[name].ndim == 3]
-        padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # leave out a mask [1, B, P]
-        arrays = arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
+    # MLX may derive a gradient from these operations: of a user's cell, without training, or in forward mode. That
+    # gradient multiplies these arrays by numbers that are 0 in the padding (steps after an item's end). A NaN times 0
+    # is NaN, so set the padding to 0 first.
+    arrays = with_zeros_in_padding(problem, arrays, ("x", "inputs", "mask"))
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
         return sweep_forward(problem, arrays, z)
     return join([sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2)])
+
+
+def with_zeros_in_padding(problem: Problem, arrays: Arrays, names: Sequence[str]) -> Arrays:
+    """Return the arrays of a call, where those of these names that differ by step are 0 in the padding, that is, past
+    the end of each item."""
+    if "lengths" not in arrays:
+        return arrays
+    padded = [name for name in names if name in arrays and arrays[name].ndim == 3]
+    padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # not a mask for all steps, [1, B, P]
+    return arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
 
 
 def forward_step(problem: Problem, arrays: Arrays) -> Arrays:
@@ -241,12 +249,17 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     """
     if isinstance(problem.cell, PointwiseCell):
         return gradients_by_mlx(forward, problem, arrays, cotangents)
+    # A second derivative multiplies the mask by a gradient that is 0 in the padding, and NaN times 0 is NaN.
+    given, arrays = arrays, with_zeros_in_padding(problem, arrays, ("mask",))
     if problem.bidirectional:
         parts = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
         sweep = join([sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(parts)])
     else:
         sweep = sweep_backward(problem, arrays, saved, cotangents)
-    return gradients_after_sweep(problem, arrays, saved, sweep)
+    gradients = gradients_after_sweep(problem, arrays, saved, sweep)
+    if "mask" in gradients:  # the zeros may have given the mask more rows than the caller's has
+        gradients["mask"] = sum_to_shape(gradients["mask"], given["mask"].shape)
+    return gradients
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
