@@ -147,7 +147,7 @@ class Layers(Advised):
         self.bidirectional: bool = bidirectional
         self.engine = check_engine(self.op, engine)
         self.checkpoint_every = check_every(self.op, checkpoint_every)
-        scale = 1 / math.sqrt(self.hidden_size)  # as in torch
+        scale = 1 / math.sqrt(self.hidden_size)  # the bound of the random parameters, as in torch
         # A module of MLX is a dict, whose entries are the parameters. ending: "" or "_reverse", the direction.
         for layer in range(self.num_layers):
             for ending in self.endings:
@@ -181,7 +181,7 @@ class Layers(Advised):
 
     def _extra_repr(self) -> str:
         """Return what `repr` shows between the parentheses: the sizes, and the options that are not the defaults."""
-        # A list times a bool is the list or an empty one.
+        # A list times True is the list, times False it is empty.
         shown = [str(self.input_size), str(self.hidden_size)]
         shown += [f"proj_size={self.proj_size}"] * bool(self.proj_size)
         shown += [f"num_layers={self.num_layers}"] * (self.num_layers != 1) + ["bias=False"] * (not self.bias)
@@ -261,7 +261,7 @@ class Layers(Advised):
                 check_lengths(self.op, lengths, N, L, traced=True)  # checks the shape only: there are no values
             output = mx.zeros((*input.shape[:2], D * self.width), dtype)
             return output, {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
-        if first:  # from [K D, N, .] to a list of [N, D .], one state per layer
+        if first:  # convert each state from [K D, N, .] to a list of [N, D .], one entry per layer
             by_layer = run_small(lambda *states: [split_states(D, state) for state in states], *first.values())
             first = dict(zip(first, by_layer, strict=True))
         x = (input if is_time_major else run_small(partial(swapped, batched), input)).astype(dtype)
@@ -411,8 +411,8 @@ def check_key(op: str, key: object) -> None:
 
 def dropped(x: mx.array, probability: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
     """Apply dropout to x. Return the result, and the random key for the next layer. probability: the chance that an
-    element stays, divided by `probability`, and does not become 0. key: the random key, or None for MLX's global
-    generator."""
+    element stays; it is then divided by `probability`, and all other elements become 0. key: the random key, or None
+    for MLX's global generator."""
     layer_key = None  # the key of this layer
     if key is not None:
         key, layer_key = mx.random.split(key)
@@ -598,8 +598,8 @@ class GRU(Layers):
                 Default: zeros.
             lengths (integer array or list, optional): [N], the number of steps of each sequence, as in `LSTM`.
             key (array, optional): the random key of dropout, as in `LSTM`.
-            keep (array, optional): factors on the states before each step, as in `LSTM`.
-            hold (array, optional): true at steps that leave the states unchanged, as in `LSTM`.
+            keep (array, optional): [L, N], factors on the states before each step, as in `LSTM`.
+            hold (array, optional): [L, N], true at steps that leave the states unchanged, as in `LSTM`.
 
         Returns:
             tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.

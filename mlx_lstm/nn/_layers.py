@@ -67,7 +67,7 @@ class Layer(Advised):
     engine: Engine | None
     checkpoint_every: int | str | None
     engine_used = engine_used
-    _norm: NormOptions | None = None  # the layer normalisation; a layer that `replace` made has none
+    _norm: NormOptions | None = None  # the options of layer normalisation; None without it
     _gates: int  # number of gates: a weight matrix has H rows for each gate
     _names: ClassVar[dict[str, str]]  # {parameter: argument of mlx_lstm.lstm, gru or rnn}, the input weight first
 
@@ -175,11 +175,13 @@ class Layer(Advised):
         *,
         is_step: bool = False,
     ) -> list[mx.array]:
-        """Run all time steps and return the states at every step, h and for an LSTM c: each [..., L, H]. With
-        `is_step`, x is [..., D] and the results are [..., H]. The other arguments are as in `LSTM.__call__`.
+        """Run all time steps. Return the states at every step, h and for an LSTM c, each [..., L, H]. With `is_step`
+        run one step: x is [..., D] and the results are [..., H].
 
-        `states` holds the states before the first step by the names of the caller's arguments, "hidden" and "cell";
-        None stands for zeros. The results have the dtype to which x, the parameters and the states promote.
+        states: the states before the first step by the names of the caller's arguments, "hidden" and "cell"; None
+        stands for zeros. lengths [...]: the number of steps of each sequence. keep [..., L]: a factor on the states
+        before each step. hold [..., L]: true at steps that leave the states unchanged. The results have the dtype to
+        which x, the parameters and the states promote.
         """
         op, cell, arrays = self.op, self._cell(), self._arrays()
         D, H = arrays["Wx"].shape[1], arrays["Wh"].shape[1]  # a `Quantized` has the shape of its float matrix

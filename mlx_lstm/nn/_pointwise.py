@@ -153,7 +153,7 @@ class Pointwise(nn.Module):
             setattr(self, name, first_value(name, shape))
 
     def _norm_shapes(self) -> dict[str, list[int]]:
-        """Return the names and shapes of the parameters of layer normalisation."""
+        """Return {name: shape} of the parameters of layer normalisation; it is empty without layer normalisation."""
         norm, own = self._own_cell.norm, [2] if self._directions == 2 else []
         widths = {} if norm is None else layer_norm_arrays(norm, self._own_cell.gates, self.hidden_size)
         return {name: [*own, width] for name, width in widths.items()}

@@ -297,8 +297,8 @@ def state_names(cell: Cell | OwnCell) -> list[str]:
 
 
 def run_layer(layer: "StackedLayer", arrays: Arrays, steps: Arrays, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one layer, in one or both directions. With `groups` run one of the layers that lie side by side. Return the
-    outputs by name, such as "h" and "hT".
+    """Run one layer, in one or both directions. If a depth has several groups, `layer` is one of these groups. Return
+    the outputs by name, such as "h" and "hT".
 
     arrays: x [B, T, D], the parameters and the first states, by the names of `state_names`. steps: the option `keep`
     [B, T] if there is one. options: the other options of a `Call`, such as lengths.

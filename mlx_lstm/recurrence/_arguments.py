@@ -114,12 +114,13 @@ def common_dtype(values: Iterable[Any]) -> mx.Dtype:
 
 
 def in_dtype(values: dict[str, Any], dtype: mx.Dtype) -> dict[str, Any]:
-    """Return the values with every array cast to this dtype. Quantized weights stay as they are."""
+    """Return the dict `values` with every array cast to this dtype. `Quantized` weights stay unchanged."""
     return {name: value if isinstance(value, Quantized) else value.astype(dtype) for name, value in values.items()}
 
 
 def in_common_dtype(values: dict[str, Any]) -> tuple[dict[str, Any], mx.Dtype]:
-    """Cast all arrays to the dtype to which they promote together. Return the arrays and this dtype."""
+    """Cast all arrays in the dict `values` to the dtype to which they promote together. Return (the new dict, this
+    dtype). `Quantized` weights stay unchanged."""
     dtype = common_dtype(values.values())
     return in_dtype(values, dtype), dtype
 
@@ -145,8 +146,8 @@ def check_shapes(
 ) -> Sizes:
     """Check the shapes and dtypes of a call's arrays. Return the sizes (T, B, H, P) of one direction.
 
-    specs: the name, shape and dtype of each array. The result is cached, because the checks take as long as one step of
-    a small layer.
+    specs: the name, shape and dtype of each array. packing: the group size, bits and mode of quantized weights, or None
+    if there are none. The result is cached, because the checks take as long as one step of a small layer.
     """
     arrays = {name: ArraySpec(shape, dtype) for name, shape, dtype in specs}
     if packing is not None:
@@ -218,9 +219,9 @@ def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: d
     check_sizes(op, "x", x)
     (T, B, I), H = x.shape, arrays["h0"].shape[-1] // D
     shapes = weight_shapes(G, (I, H, H), D, graph.params) | {"h0": [B, D * H], "c0": [B, D * cell.carried * H]}
-    names = {"h0": "state[0]", "c0": "state[1:]"}  # the user passes all states in one list
-    # The number of features of x needs no separate check: Wx must have as many columns, and without Wx the function
-    # `gates_of` has derived G from it.
+    names = {"h0": "state[0]", "c0": "state[1:]"}  # names for errors: the user passes all states in one list, `state`
+    # The number of features of x needs no separate check. With Wx, the check of Wx compares it with the columns of Wx.
+    # Without Wx, the number of gates G was computed from it.
     for name in (name for name in shapes if name in arrays):
         check_array(op, names.get(name, name), arrays[name], shapes[name], x.dtype)
     if "keep" in arrays:
@@ -374,7 +375,7 @@ def check_rnn(activation: str, op: str = "rnn") -> RNNCell:
 
 
 def check_gate_order(op: str, gate_order: object, gates: str) -> None:
-    """Check that `gate_order` is a text with each letter of `gates` exactly once."""
+    """Check that `gate_order` is a string that has each letter of `gates` exactly once."""
     if not isinstance(gate_order, str) or sorted(gate_order) != sorted(gates):
         fail(op, f"gate_order must be a permutation of {gates!r}", repr(gate_order))
 

@@ -93,11 +93,11 @@ class Call(NamedTuple):
     def forward(
         self, weights_and_arrays: dict[str, Any], *, return_gates: bool, training: bool, wants_last: bool = True
     ) -> tuple[dict[str, Any], Choice]:
-        """Run the forward pass. Return the outputs, which MLX can differentiate, and the choice of the engine that
-        ran.
+        """Run the forward pass. Return (outputs by name, the choice of the engine that ran). MLX can differentiate the
+        outputs.
 
-        The output `gates` is None without `return_gates`. The last states hT and cT are missing without
-        `wants_last`.
+        weights_and_arrays: the arguments by name, such as x, Wx, h0. training: save what a gradient needs. The output
+        `gates` is None without `return_gates`. The last states hT and cT are missing without `wants_last`.
         """
         op = self.title
         if self.checkpoint_every is not None:
@@ -127,7 +127,7 @@ class Call(NamedTuple):
             return steps.outputs(call.run(problem, inner, chosen), arrays, wants_last), chosen
 
     def run(self, problem: Problem, arrays: Arrays, chosen: Choice) -> dict[str, Any]:
-        """Run the chosen engine. Return the outputs, which MLX can differentiate."""
+        """Run the chosen engine on the arrays of the call. Return {name: output}. MLX can differentiate the outputs."""
         # refusal: a function that tests the backward kernels when MLX asks for a gradient; None if they need no test.
         # If the test fails, an engine that the user forced raises an error; otherwise engine `ops` takes over.
         refusal = None
@@ -154,8 +154,9 @@ class Call(NamedTuple):
     def run_backward(
         self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None
     ) -> Arrays:
-        """Return the gradients of a call without the option `hold` (steps that leave the state unchanged). If there
-        is an array `keep` (a factor on the state), it already has the shape [T, B, D] that engines take."""
+        """Return the gradients of a call without the option `hold` (steps that leave the state unchanged). An array
+        `keep` (a factor on the state) must already have the shape [T, B, D] that engines take. saved: outputs of the
+        forward pass. cotangents: the gradients of outputs, by the outputs' names."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
         # others: the arrays besides the arguments. `plan` checks whether they, too, have values (are not traced).
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
@@ -225,7 +226,7 @@ class Call(NamedTuple):
         T, B = sizes[:2]
         lengths = whole_lengths(op, self.lengths, B, T, checked=self.lengths_checked)
         hold = None if self.hold is None else check_hold(op, self.hold, T, B, self.batch_first)
-        backwards = (False, True) if self.bidirectional else (self.reverse,)  # of each direction
+        backwards = (False, True) if self.bidirectional else (self.reverse,)  # whether each direction runs in reverse
         steps = Steps(T, B, backwards, self.batch_first, lengths, hold)
         return steps, self._replace(hold=None, lengths=steps.engine_lengths(), lengths_checked=True)
 
@@ -287,7 +288,8 @@ class Call(NamedTuple):
             small = training and self.engine is None and choice.is_small_step(self.cell, sizes[0], sizes[1], sizes[2])
             # transforming=True: a transformation is running (`free` is False), so the arrays must keep their graphs.
             traced = not free and not small and not have_values(values, transforming=True)
-        # masks_differ: whether each step has its own mask. Engines multiply `keep` into the mask.
+        # masks_differ: each step has its own mask. This is also so with `keep`, because engines multiply it into the
+        # mask.
         problem = Problem(
             *sizes,
             cell=with_limits_of(self.cell, dtype),

@@ -26,7 +26,7 @@ PATIENCE = 3
 """Seconds that a call waits for trials before it prints on standard error what it waits for."""
 
 MOST = 600
-"""The number of characters of a reason for refusing kernels. The texts of compilers may be longer."""
+"""The largest number of characters in a reason for refusing kernels. Longer texts of compilers are shortened."""
 
 ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP)
 """Signals with which a user or the system ends a process. If the child ends with one of them, this does not mean that
@@ -120,12 +120,12 @@ def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
 
 
 class Attempt:
-    """One request to the child process to run some trials."""
+    """One attempt to run some trials (test runs of kernels) in the child process, and the verdicts on them."""
 
     def __init__(self, command: list[str], trials: list[Trial]):
         """Prepare a request. command: what starts the child process."""
         self.command, self.trials = command, trials
-        self.verdicts: list[Verdict] = []  # of the trials that have finished
+        self.verdicts: list[Verdict] = []  # the results of the trials that have finished
         self.began = False  # whether the child has ever answered a request
         self.kernels: int | None = None  # the number of kernels to test; None before the child has counted them
         self.told = False  # whether the user has been told that the call waits
@@ -133,7 +133,7 @@ class Attempt:
     def run(self) -> None:
         """Run the test runs of kernels in the child process and append the result of each to `verdicts`. Start the
         child first if none is running."""
-        self.began = bool(_children and _children[-1].serves())  # a child that serves has answered before
+        self.began = bool(_children and _children[-1].serves())  # a child that still serves has answered before
         if not self.began:
             try:
                 _children[:] = [Child(self.command)]
@@ -157,7 +157,7 @@ class Attempt:
         try:
             answer = child.ask(limit, notice, do=do, trials=[trial.text() for trial in trials])
         except ChildError as error:
-            if error.lost:  # the child has ended or hangs; else it serves on, and only this trial has failed
+            if error.lost:  # the child has ended or hangs; otherwise only this request has failed
                 raise
             answer = {"reason": f"its trial on this machine failed: {error}"}
         self.began = True  # also after a failure: the child answers, so the kernels are the cause if it hangs later
@@ -190,7 +190,7 @@ class Attempt:
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
         # If the child never answered, or ended without an error, the verdict counts in this process only.
-        said = _children[-1].said() or "it said nothing"  # what it printed on standard error
+        said = _children[-1].said() or "it said nothing"  # what the child printed on standard error
         how = f"failed: {end}" if end.code is None else f"ended {ended(end.code)}: {said}"
         verdict = verdict_of(f"its trial on this machine {how}")
         self.verdicts.append(verdict if self.began and end.code else verdict._replace(keeping="process"))

@@ -130,7 +130,7 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
 
 
 def is_never_negative(activation: str) -> bool:
-    """Return whether an activation, which never falls, has no negative values."""
+    """Return whether an activation has no negative values. No activation decreases, so its value at -100 decides."""
     return float(ACTIVATIONS[activation](np.array(-100.0), Rounding(np.float64))) >= 0
 
 

@@ -86,8 +86,9 @@ def gru(
         reset (str): with `"after"` r multiplies the recurrent product of the candidate; with `"before"` r multiplies
             the h that enters this product. Default: `"after"`.
         flip_z (bool): use z as the weight of n, so that h[t] = (1 - z) h[t-1] + z n. Default: `False`.
-        mask (array, optional): factor on h[t-1] as it enters the recurrent products; broadcastable to [B, H], or to
-            [T, B, H] for a mask per step. All gates share it. The term z h[t-1] is not masked; `keep` acts on both.
+        mask (array, optional): m, a factor on h[t-1] as it enters the recurrent products; broadcastable to [B, H], or
+            to [T, B, H] for a mask per step. All gates share it. It does not multiply h[t-1] in the term z h[t-1];
+            `keep` multiplies h[t-1] everywhere.
         norm (Norm, optional): layer normalisation of the products, as in `lstm`; needs `reset="after"`.
         keep, hold, reverse, bidirectional, lengths, return_gates, training, checkpoint_every, engine, stream: as in
             `lstm`. With both directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x

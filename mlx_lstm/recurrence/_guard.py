@@ -28,7 +28,7 @@ from ._child import CannotBegin, Verdict, by_child, verdict_of
 from ._trial import USUAL, Trial, following, trial_of, without_matrices
 
 _locks: defaultdict[str, Lock] = defaultdict(Lock)
-"""For each trial, by its text, a lock, so that only one thread runs it."""
+"""{text of a trial: its lock}. The lock makes sure that only one thread runs the trial."""
 
 _lock = Lock()
 """The lock of the dict `_locks`."""
@@ -156,7 +156,7 @@ def tried(trial: Trial, others: list[Trial]) -> str:
     for calls that the user will probably make next; those without a stored result run at the same time."""
     trials = [trial, *(other for other in others if verdicts.find(other.text()) is None)]
     found = try_out(trials)
-    for each, verdict in zip(trials, found, strict=False):  # `found` may be shorter: a child that ended judges no more
+    for each, verdict in zip(trials, found, strict=False):  # `found` is shorter if a trial has ended the child
         verdicts.record(each.text(), verdict.reason, verdict.keeping)
     return found[0].reason
 
@@ -200,7 +200,7 @@ def tell(engine: str, following: str, reason: str) -> None:
     for each reason."""
     machine = tuning.machine()
     where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
-    lasts = verdicts.keeping_of(reason)  # "always", "for a day" and so on, or "" if only this process obeys it
+    lasts = verdicts.keeping_of(reason)  # how long the stored verdict counts, "always" or "for a day"; "" if not stored
     again = "It counts in this process"
     if lasts:
         long = "" if lasts == "always" else f" {lasts}"

@@ -103,7 +103,8 @@ class Recorder:
         return launch
 
     def texts_of(self, trial: Trial) -> set[Text]:
-        """Return the sources of all kernels that a trial launches, without a launch; none if recording fails."""
+        """Return the sources of all kernels that a trial would launch, without launching them. Return an empty set if
+        this fails."""
         if trial not in self.recorded:
             problem, shapes = trial.problem, output_shapes(trial.problem)
             # Only shapes and dtypes decide which kernels run, so all arrays are zeros and all lengths T.
@@ -194,7 +195,7 @@ def graph(
         # mx.vjp takes no cotangent for the result of mx.stop_gradient, so those outputs stay without one.
         outputs, gradients = mx.vjp(outputs_of, list(floats.values()), as_outputs)
     values = dict(zip(shown, outputs, strict=True))
-    # Not strict for a plain problem, which has no gradients: then nothing is added.
+    # A plain problem has no gradients: `gradients` is empty, so the two lists differ in length and nothing is added.
     values |= dict(zip([f"d{name}" for name in floats], gradients, strict=not problem.plain))
     sequences += ("dx",) if problem.batch_first else ()
     return {name: swapped(value) if name in sequences else value for name, value in values.items()}
@@ -202,7 +203,8 @@ def graph(
 
 def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> str:
     """Return a text that describes the first wrong result, with its error, or an empty text if all results are
-    right. got: the results of the tested kernels, outputs and gradients, by name.
+    right. got: the results of the tested kernels, outputs and gradients, by name. drawn: the random inputs, as arrays
+    and as a case for the oracle. cotangents: the incoming gradients of outputs.
 
     A result is wrong if its error exceeds both its error bound and twice the error of the engine `ops`. The second
     condition is needed because MLX's own products, which both engines use, are less precise than float32 on some
@@ -230,7 +232,8 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
         allowed = 2 * judged(name, others.get(name), judge.exact[name], judge.bounds[name]).error
         # Add 4 roundings (eps of the dtype) of the largest number, because by chance `ops` may have hardly any error.
         allowed += 4 * float_of(dtype_word(problem)).eps * size
-        # If `ops` is so wrong that zeros would be allowed, it says nothing about the precision of MLX's products.
+        # allowed >= size: even zeros would be allowed. Then `ops` itself is wrong, and says nothing about the precision
+        # of MLX's products.
         if not (error <= allowed and allowed < size):
             return f"{name}: error {error:.3g} > bound {bound:.3g}"
     return ""

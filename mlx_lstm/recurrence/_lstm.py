@@ -93,10 +93,10 @@ def lstm(
         activations (sequence of str): the activations of i, f, g, o and of the output, in this order, which does not
             depend on `gate_order`. Each is one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`
             (clip(0.2 x + 0.5, 0, 1)), `"hard_sigmoid_sixth"` (clip(x / 6 + 0.5, 0, 1)).
-        peephole (array, optional): peephole weights, [4H]; zeros for a gate without a peephole.
+        peephole (array, optional): peephole weights p, [4H]; zeros for a gate without a peephole.
         output_peephole (str): with `"current"` the peephole of o reads c[t]; with `"previous"` it reads c[t-1].
             Default: `"current"`.
-        mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P], or to
+        mask (array, optional): m, a factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P], or to
             [T, B, P] for a mask per step. All gates share it. It does not change the carried state, on which `keep`
             and `hold` act. A mask per gate, as in Keras' recurrent_dropout, needs a product per gate, which the kernels
             do not support: docs/recipes.md shows how to write it.

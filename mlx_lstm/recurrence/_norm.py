@@ -42,12 +42,12 @@ class Norm(NamedTuple):
     The fields, with G gates and H units:
 
     - of (str, optional): what is normalised, see above. None: only c. Default: `"products"`.
-    - scale, shift [G H]: those of the recurrent product, or of the sum.
-    - input_scale, input_shift [G H]: those of x Wx^T, with `"products"` only.
+    - scale, shift [G H]: the scale and shift of LN(h Wh^T) or, with `"sum"`, of the LN of the sum.
+    - input_scale, input_shift [G H]: the scale and shift of LN(x Wx^T), with `"products"` only.
     - c (str, optional): whether an LSTM's c is normalised, after its clip. `"output"`: only where h is computed from
       it, h = o tanh(LN(c)). `"state"`: the normalised c is also the output c, and the next step reads it. Default:
       `None`, c is not normalised.
-    - c_scale, c_shift [H]: those of c.
+    - c_scale, c_shift [H]: the scale and shift of LN(c).
     - gates (str): which numbers share a mean and a variance. `"together"`: all G H numbers. `"each"`: the H numbers of
       one gate. Default: `"together"`.
     - eps (float): is added to each variance. Default: 1e-5.

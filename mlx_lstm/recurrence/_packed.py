@@ -96,7 +96,7 @@ def pad_packed_sequence(
     Equals `torch.nn.utils.rnn.pad_packed_sequence`, with its gradient.
 
     Args:
-        sequence (PackedSequence): the sequences.
+        sequence (PackedSequence): the packed sequences, as `pack_padded_sequence` returns them.
         batch_first (bool): whether the result is [N, L, ...] or [L, N, ...], for N sequences of L steps. Default:
             `False`, [L, N, ...].
         padding_value (float): the value after a sequence's end. Default: 0.

@@ -124,9 +124,9 @@ def pointwise(
             for all units.
         apart (bool): pass each gate as a pair, (the part of x and b, the part of h), as a GRU needs it. Default:
             `False`, as their sum.
-        mask (array, optional): factor on h[t-1] as it enters the product, as in `lstm`.
+        mask (array, optional): m, a factor on h[t-1] as it enters the product, as in `lstm`.
         keep (array, optional): factor on all states before a step, as in `lstm`.
-        hold (array or list, optional): steps at which an item's state is carried unchanged, as in `lstm`.
+        hold (array or list, optional): true at steps at which an item's state is carried unchanged, as in `lstm`.
         lengths (integer array or list, optional): [B], the number of steps of each item, 0..T. After the end of an item
             its h is 0, its state is carried unchanged and its input is not read.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.

@@ -39,8 +39,8 @@ class QuantizedLayer(nn.Module):
     kinds: tuple[type[nn.Module], ...]  # classes that `from_layer` takes
 
     def __init_subclass__(cls, **options: Any):
-        """Give the constructor of a class of this package the signature of its float layer's, followed by the arguments
-        of `mx.quantize`, for help()."""
+        """Register a new quantized class of this package in QUANTIZED. Give its constructor the signature that help()
+        shows: the arguments of the float layer, followed by those of `mx.quantize`."""
         super().__init_subclass__(**options)
         if "of" not in vars(cls):  # a subclass that a user wrote
             return
@@ -51,7 +51,7 @@ class QuantizedLayer(nn.Module):
         def constructor(self: QuantizedLayer, *sizes: Any, **options: Any) -> None:
             QuantizedLayer.__init__(self, *sizes, **options)
 
-        # packing: the parameters group_size, bits and mode, the only ones of `__init__` below after its `*sizes`.
+        # packing: the parameters group_size, bits and mode, which are the keyword-only ones of `__init__` below.
         packing = [p for p in signature(QuantizedLayer.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
         arguments = [*signature(cls.of.__init__).parameters.values(), *packing]
         constructor.__name__, constructor.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
@@ -72,7 +72,8 @@ class QuantizedLayer(nn.Module):
         bits: int | None = None,
         mode: str = "affine",
     ) -> Layer:
-        """Return a quantized copy of a float layer. The float layer stays unchanged."""
+        """Return a quantized copy of a float layer, which stays unchanged. group_size, bits, mode: as in `mx.quantize`;
+        None stands for the default of the mode."""
         if type(layer) not in cls.kinds:  # a subclass may compute something else
             rule = f"layer must be of the class {cls.of.__module__.removesuffix('._layers')}.{cls.of.__name__}"
             fail(cls.op, rule, f"{type(layer).__module__}.{type(layer).__qualname__}")
@@ -85,9 +86,9 @@ class QuantizedLayer(nn.Module):
         """Return a float layer with the weights that `mx.dequantize` returns for this layer's weights.
 
         The float layer has the class that `from_layer` takes, such as `mlx_lstm.nn.LSTM`, and computes the same
-        results. All its parameters can be trained. This layer stays as it is. Quantizing the new layer in the same way
+        results. All its parameters can be trained. This layer stays unchanged. Quantizing the new layer in the same way
         gives this layer's weights again, up to rounding. The float weights have the dtype of the scales. In modes
-        without biases the scales are codes, and the float weights are float32.
+        without biases the scales are integer codes, so the float weights are float32.
         """
         new = self.of.__new__(self.of)  # without the constructor, which would draw parameters
         nn.Module.__init__(new)
@@ -114,7 +115,8 @@ class QuantizedLayer(nn.Module):
             self[name] = value
 
     def pack(self, group_size: int | None, bits: int | None, mode: str) -> None:
-        """Quantize the weights of this layer and freeze all its parameters.
+        """Quantize the weights of this layer and freeze all its parameters. group_size, bits: None stands for the
+        default of the mode.
 
         A weight whose number of columns is not a multiple of the group size stays a float matrix; for a recurrent
         weight this is an error.

@@ -369,7 +369,7 @@ class Trial:
         self.nearest, self.errors = "It does not run with all parameters 0", ""
 
     def set(self, arrays: dict[str, mx.array]) -> None:
-        """Replace parameters of the module."""
+        """Replace parameters of the module. arrays: {title of a parameter: its new array}."""
         for title, array in arrays.items():
             owner, key = self.places[title]
             owner[key] = array
@@ -586,7 +586,7 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
         # If it is the float32 of a short number such as 0.1, `written` returns the short number.
         number = decimal(limit, error)
         options["cell_clip"] = written(limit) if number is None else number
-    rules = ("through", "zero") if "cell_clip" in options else ("through",)  # of the gradient at the clip
+    rules = ("through", "zero") if "cell_clip" in options else ("through",)  # how gradients may pass the clip
     for word, rule in product(("current", "previous"), rules):
         yield Way("lstm", options | {"output_peephole": word, "clip_gradient": rule}), text
 
@@ -610,7 +610,8 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
     `way`. Return a dict from (gate, kind) to lists of blocks, and the Python code of blocks that have the effect of no
     gate."""
     parts: dict[Part, list[int]] = {}
-    gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]  # those whose weights have an effect alone
+    # gates: the gates whose weights have an effect while all other parameters are 0.
+    gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]
     # A block is named by its index in trial.blocks here. parts: {(gate, kind): blocks that belong to it}. rest: the
     # blocks that belong to no gate yet. effects: blocks that change the states as no gate does, for the warning.
     rest, effects = list(range(len(trial.blocks))), set[int]()
@@ -684,7 +685,7 @@ def computed(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndar
     `Part`. Return the states [1 or 2, B, H]: h, and c if there is one."""
 
     def all_gates(kind: str, *shape: int) -> mx.array:
-        """Return the weights of all gates one after the other."""
+        """Return the weights of this kind of all gates one after the other. shape: the shape of one gate's weights."""
         each = [weights.get((gate, kind), np.zeros(shape)) for gate in GATES[way.op]]
         return mx.array(np.concatenate(each), mx.float64)
 
@@ -727,7 +728,7 @@ def match_of(way: Way, trial: Trial, form: Form) -> Match:
         if kind in "xh" or any((gate, kind) in parts for gate in gates):
             arguments[key] = joined([parts.get((gate, kind), []) for gate in order], order, shape)
     if ("n", "bhn") in parts:
-        arguments["bhn"] = joined([parts["n", "bhn"]], "n", (H,))  # of the gate n alone
+        arguments["bhn"] = joined([parts["n", "bhn"]], "n", (H,))  # only gate n has this bias
     options = {"gate_order": order} if order != gates else {}
     options |= {key: value for key, value in way.options.items() if value != DEFAULTS[key]}
     return Match(arguments | options, parts, unknown)
@@ -848,7 +849,7 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
         trial.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})
         x_in, h_in, c_in = np.zeros((len(x), trial.D)), np.zeros((len(x), H)), np.full((len(x), H), c)
         x_in[:, 0], h_in[:, 0] = x, 1
-        x_in[:, 1:2] = 1  # no column if x has one feature
+        x_in[:, 1:2] = 1  # if x has one feature, [:, 1:2] is empty
         states, _ = trial.run(form, *[mx.array(array, mx.float64) for array in (x_in, h_in, c_in)])
         return double(states[1])
 
@@ -876,7 +877,7 @@ def compared(
     numbers are so large that a gradient may be NaN. BESIDE: the name of what a step returns besides the states."""
     arrays, first = drawn(trial, form, batch)  # parameters by title; [x, h] or [x, h, c]
 
-    # One step of the user's cell, and the same step of the call.
+    # by_hand: compute one step by the user's cell. by_call: compute the same step by the call.
     def by_hand(arrays: dict[str, mx.array], *inputs: mx.array) -> list[mx.array]:
         trial.set(arrays)
         states, rest = trial.run(form, *inputs)
@@ -886,7 +887,7 @@ def compared(
         values = {key: each.value(arrays) if isinstance(each, Expression) else each for key, each in arguments.items()}
         return called(way, values, *inputs)
 
-    # Compare the outputs of one step: `given` of the user's cell, and those of the call for the same inputs.
+    # Compare the outputs of one step of the user's cell, `given`, with the outputs of the call for the same inputs.
     def outputs(
         inputs: list[mx.array], given: list[mx.array]
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
@@ -925,7 +926,7 @@ def drawn(trial: Trial, form: Form, batch: int) -> tuple[dict[str, mx.array], li
     draws, (matrices, vectors, inputs, cell) = np.random.default_rng(batch + 1), BATCHES[batch]
     arrays = {}
     for title, shape in trial.shapes.items():
-        # The square root keeps the products with a matrix from growing with the widths D and H.
+        # Divide by the square root, so that products with a matrix do not grow with the widths D and H.
         size = vectors if len(shape) < 2 else matrices / np.sqrt(min(shape[-2:]))
         arrays[title] = mx.array(draws.uniform(-1.5, 1.5, shape) * size, mx.float64)
     rows = []
@@ -948,7 +949,7 @@ def gradients(
     draws = np.random.default_rng(0)
     cotangents = [mx.array(draws.uniform(0.5, 1.5, inputs[1].shape), mx.float64) for _ in range(states)]
 
-    # A number whose gradients are wanted: the sum of all outputs times their random gradients.
+    # The function to differentiate: the sum of all outputs times their random gradients.
     def loss(arrays: dict[str, mx.array], *inputs: mx.array) -> mx.array:
         outputs = function(arrays, *inputs)[:states]
         return mx.stack([(weight * each).sum() for weight, each in zip(cotangents, outputs, strict=True)]).sum()

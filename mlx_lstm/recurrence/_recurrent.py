@@ -69,9 +69,9 @@ def recurrent(
             carried unchanged (`keep` still applies), its outputs are 0 and its input is not read: `step` gets zeros
             instead, as past an item's end. Steps past an item's end are not held.
         lengths (integer array or list, optional): [B], the number of steps of each item, 0..T. After the end of an item
-            its outputs are 0, its state is carried unchanged and its input is not read: `step` gets zeros instead, at
-            which its derivative by parameters must be finite. With `reverse` the item starts at its end. Under
-            `mx.compile` the range is not checked.
+            its outputs are 0, its state is carried unchanged and its input is not read: `step` gets zeros instead. For
+            zeros the derivatives of `step` by its parameters must be finite. With `reverse` the item starts at its end.
+            Under `mx.compile` the range is not checked.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`. For both
             directions call twice and concatenate the outputs.
         checkpoint_every (int or str, optional): for a gradient, save the states of every K-th step only, and run K
@@ -134,7 +134,7 @@ def recurrent(
         third = () if parameters is None else (parameters,)
         x_at = tree_map(lambda array: by_time(array if live is None else of_live(live, array)), x)
         arrays: Any = tree_flatten(x)  # pairs (key, array)
-        steps = len(arrays[0][1])  # of this chunk
+        steps = len(arrays[0][1])  # the number of steps of this chunk
         live_at = [None] * steps if live is None else by_time(live)
         before_at = None if before is None else by_time(before)
 
@@ -156,7 +156,8 @@ def recurrent(
     sequences = (x, live, before)
     if every is None:
         outputs, last = run(0, sequences, state, parameters)  # all steps are one chunk, which begins at step 0
-        last = filled(last, distinct(leaves(last)))  # a step may return one array as two states
+        # A step may return one array as two states. `distinct` makes them two arrays, because `mx.vjp` needs this.
+        last = filled(last, distinct(leaves(last)))
     else:
         outputs, last = checkpointed(run, every, step, sequences, state, parameters, reverse)
     # Held steps after the last step that ran still multiply the state by their factors `keep`.

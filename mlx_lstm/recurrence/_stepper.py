@@ -55,7 +55,7 @@ class Watched(NamedTuple):
 
     holder: dict[str, Any]  # the dict that holds the array
     key: str
-    place: int  # in the list of arrays that the dict has under this key; -1 if it has the array itself
+    place: int  # the index in the list that the dict has under this key; -1 if the dict has the array itself
     array: mx.array
     view_of: Callable[[Any], np.ndarray]  # returns a NumPy view of an array's memory
     view: np.ndarray

@@ -200,7 +200,8 @@ class Steps(NamedTuple):
                 last = [part[0 if back else -1] for part, back in zip(parts, self.backwards, strict=True)]
                 outputs[f"{name}T"] = mx.concatenate(last, axis=-1)
             whole = mx.concatenate(parts, axis=-1)
-            if self.lengths is not None:  # 0 after the end of an item; the arange gathers each step from its own place
+            # Set the steps after the end of an item to 0. mx.arange: all other steps stay at their time index.
+            if self.lengths is not None:
                 whole = self.or_zero(whole, mx.arange(self.T)[:, None], self.alive())
             outputs[name] = self.swapped(whole)
         if "gates" in inner:  # [T, B, .]: no call with `batch_first` returns gates
@@ -214,7 +215,7 @@ class Steps(NamedTuple):
         It gathers from an appended row of zeros instead of using mx.where, whose gradient multiplies by 0 and so
         lets NaN through.
         """
-        rows = mx.concatenate([sequence, mx.zeros((1, *sequence.shape[1:]), sequence.dtype)])  # the zeros are step T
+        rows = mx.concatenate([sequence, mx.zeros((1, *sequence.shape[1:]), sequence.dtype)])  # zeros at time index T
         return self.taken(rows, mx.where(selected, times, self.T))
 
     def carried(self, states: Array, first: Array, live: Array, ran: Array, back: bool) -> Array:

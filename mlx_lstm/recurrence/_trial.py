@@ -119,7 +119,7 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         problem, keep_size = problem._replace(bidirectional=False), problem.T * problem.B
     if engine == "fused":
         wide = index_of(problem) == mx.uint64
-        if len(fused.division(problem, problem.masks_differ)) > 1:  # several launches
+        if len(fused.division(problem, problem.masks_differ)) > 1:  # the call has several launches, so the trial, too
             limits = limits._replace(launch_steps=2)
         rows = rows_of(problem)
         # B: more than `rows`, so that there are several threadgroups. `rows` depends on the number of GPU cores; the
@@ -130,7 +130,8 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             limits._replace(cores=0),
         )
         if isinstance(problem.cell, PointwiseCell):
-            # The float64 reference computes one direction of such a cell. Its kernels read the number of directions.
+            # The float64 reference computes only one direction of such a cell. The kernels are the same, because they
+            # read the number of directions at run time.
             problem = problem._replace(bidirectional=False, reverse=False)
     else:
         # left: how many steps may have separate arrays. With a projection each step has two arrays, so it is half.
@@ -158,7 +159,8 @@ def without_matrices(engine: str, problem: Problem) -> Problem | None:
     if engine == "stepwise":
         found = max(forward_tile(problem)[0], tile_of(problem, problem.H)[0]) >= 8  # [0]: the rows of a tile
     else:
-        as_read = fused.readable(problem, problem.names, problem.dtype)  # no packing if kernels get float weights
+        # as_read: the problem as the kernels get it, without a packing if they get dequantized weights.
+        as_read = fused.readable(problem, problem.names, problem.dtype)
         found = fused.tiling_of("forward", as_read, as_read.dtype).matrices
     spare = problem.cut.spare if problem.cut else 0  # registers that stay free
     # 4: the most rows of a threadgroup without such matrices.
@@ -172,7 +174,7 @@ def following(engine: str, problem: Problem) -> list[Trial]:
     if problem.cotangents is not None:
         return []
     if problem.training and not problem.plain:
-        # Evaluation does not divide a sequence only to compute its chunks again for the gradient.
+        # Chunks that the gradient recomputes exist for training only, so evaluation has none.
         chunks = problem.chunks if problem.chunks and not problem.chunks.recomputes else None
         return [trial_of(engine, problem._replace(training=False, plain=True, chunks=chunks))]
     states = {"h0", "c0"} if problem.cell.op == "lstm" else {"h0"}
@@ -236,7 +238,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     with which the matrix products use the same tiles as in the call."""
 
     def tiles(some: Problem, H: int, P: int) -> list[tuple[int, int]]:
-        """Return the tiles of all products. With layer normalisation the gates of all units are one product."""
+        """Return the tiles of all products, (rows, columns) that one threadgroup computes. some: the problem with its
+        B. With layer normalisation the gates of all units are one product."""
         widths = [H, P] if some.cell.norm is None else [H, P, some.cell.gates * H]
         return [tile_of(some, width) for width in widths]
 

@@ -49,7 +49,7 @@ def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
 
 
 def check_block_lstm(op: str, seq_len_max: object, arrays: Arrays, use_peephole: bool) -> int:
-    """Check the arguments of BlockLSTM and BlockLSTMV2; return seq_len_max as an int."""
+    """Check the arguments of BlockLSTM and BlockLSTMV2; return seq_len_max, the number of steps to run, as an int."""
     check_flag(op, "use_peephole", use_peephole)
     steps = check_steps(op, seq_len_max)
     check_kinds(op, arrays)
@@ -91,7 +91,8 @@ def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peep
 
 
 def check_gru_block_cell(op: str, arrays: Arrays) -> None:
-    """Check the arguments of GRUBlockCell, or of its gradient op if `arrays` also has r, u, c and d_h."""
+    """Check the arguments of GRUBlockCell, or of its gradient op if `arrays` also has r, u, c and d_h: the forward op's
+    outputs r, u, c and the gradient of h."""
     check_kinds(op, arrays)
     check_ranks(op, arrays, {"b_ru": 1, "b_c": 1}, otherwise=2, text="Rank of {name} must be {rank}, got {got}")
     N, I = arrays["x"].shape
