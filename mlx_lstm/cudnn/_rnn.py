@@ -30,8 +30,8 @@ class CudnnRNNOutput(NamedTuple):
 
 
 class CudnnRNNV2Output(NamedTuple):
-    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: the outputs of `cudnn_rnn`, and host_reserved, int8 zeros that
-    have no use here."""
+    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: the outputs of `cudnn_rnn`, and host_reserved, an int8 array of
+    zeros. TensorFlow's ops have this output; nothing reads it here."""
 
     output: mx.array
     output_h: mx.array

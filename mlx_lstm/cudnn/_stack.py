@@ -171,14 +171,14 @@ class Stack(NamedTuple):
             )
 
     def convert_shape(self, shape: Sequence[Any]) -> list[Any]:
-        """Convert the shape of a sequence [T, N, .] or of states [L D, N, .] to the caller's layout, or back: without
-        time_major the first two axes change places."""
+        """Convert the shape of a sequence [T, N, .] or of states [L D, N, .] to the caller's layout, or back: if
+        `time_major` is False, the first two axes change places."""
         first, second, *rest = shape
         return [first, second, *rest] if self.time_major else [second, first, *rest]
 
     def convert_sequence(self, array: mx.array) -> mx.array:
-        """Convert a sequence from the caller's layout to [T, N, .], or back: without time_major the first two axes
-        change places."""
+        """Convert a sequence from the caller's layout to [T, N, .], or back: if `time_major` is False, the first two
+        axes change places."""
         return array if self.time_major else mx.swapaxes(array, 0, 1)
 
     def convert_states(self, array: mx.array) -> mx.array:
@@ -236,8 +236,9 @@ class Stack(NamedTuple):
         return where, lengths if traced or (lengths < T).any().item() else None
 
     def check_outputs(self, where: Layout, input: mx.array, outputs: Outputs, cotangents: Outputs) -> None:
-        """Check that the outputs, and their gradients `cotangents`, have the shapes of a forward pass's outputs. Both
-        hold (output, output_h, output_c); of another mode than lstm the last one is ignored."""
+        """Check that two groups of arrays have the shapes of the forward op's outputs: `outputs`, which are (output,
+        output_h, output_c), and `cotangents`, their gradients. In modes other than lstm output_c and its gradient are
+        ignored. input: the op's argument, from which sizes are read."""
         # shapes: with time first; `convert_shape` swaps the first two axes if the caller's layout differs.
         T, N, _ = self.convert_shape(input.shape)
         shapes = {"output": [T, N, where.D * where.S], "output_h": [where.L * where.D, N, where.S]}
@@ -293,9 +294,9 @@ def run_layers_backward(
     """Return the gradients of each layer, as dicts by the names of the arguments (x, Wx, Wh, b, h0, ...). x: the
     stack's input. first: the first states h0, c0 of all layers. options: lengths and engine.
 
-    saved: what the forward pass saved for each layer (h, gates, c), also its dropout's `factors` on h (0, or 1 / (1 -
-    rate)). cotangents: "dh" [T, N, .] for h of the top layer; "dhT" and "dcT" [L, N, .] for the states after the last
-    step, of each layer.
+    saved: for each layer a dict of what the forward pass saved: h, gates, c, and the dropout factors on h, "factors".
+    cotangents: the incoming gradients "dh" [T, N, .] of the top layer's h, and "dhT" and "dcT" [L, N, .] of the states
+    of all layers after the last step.
     """
     weights, gradients, last = layer_arrays(where, params), [], dict(cotangents)
     dh = last.pop("dh")
@@ -364,8 +365,8 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
     # caller passes to the backward op, and it has no dropout.
     below_top = {"h": where.D * where.S} | ({"factors": where.D * where.S} if dropout else {})
     layers = [widths | below_top] * (where.L - 1) + [widths]
-    # BATCH_LAST: the arrays that the engine `numpy` has in memory with the batch last. Storing them in this order needs
-    # no transpose.
+    # BATCH_LAST: the arrays that the engine `numpy` has in memory with the batch last. They are stored in this order,
+    # because then no transpose is needed.
     return [
         {name: (T, width, N) if name in BATCH_LAST else (T, N, width) for name, width in layer.items()}
         for layer in layers
