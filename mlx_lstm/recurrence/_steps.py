@@ -74,7 +74,9 @@ def hold_array(op: str, hold: Any) -> mx.array:
         array = hold
     else:
         try:
-            array = mx.array(np.asarray(hold))
+            # MLX takes no reversed axis and no foreign byte order.
+            copy = np.array(hold, order="C")
+            array = mx.array(copy.astype(copy.dtype.newbyteorder("="), copy=False))
         except (ValueError, RuntimeError):  # rows of different lengths, text or objects
             fail(op, "hold must be bool or integers, in rows of equal length,", hold)
     if array.dtype != mx.bool_ and not mx.issubdtype(array.dtype, mx.integer):
