@@ -273,8 +273,8 @@ def add_names(add: Callable[..., object]) -> None:
     )
     add("--to", choices=STYLES, help=styles)
     keys = (
-        "a pattern for the names of the arrays in DST, such as '{name}.{array}': {name} is replaced by the layer's name, "
-        "{array} by the array's name, {layer} by the layer's number, {way} by the direction"
+        "a pattern for the names of the arrays in DST, such as '{name}.{array}': {name} is replaced by the layer's "
+        "name, {array} by the array's name, {layer} by the layer's number, {way} by the direction"
     )
     add("--keys", metavar="PATTERN", help=keys)
     from_keys = (
