@@ -107,9 +107,8 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
                     fail(op, f"{title}[{n}] must hold {', '.join(names)}{why}", sorted(parameters))
             words = {names[key]: array for key, array in parameters.items()}
             matrices = {word: words[word] for word in ("Wx", "Wh")}
-            weights[-1].append(
-                matrices | from_one_bias(words.get("b"), words.get("bhn"))
-            )  # from b and bhn to bx and bh
+            # `from_one_bias` converts b and bhn to bx and bh.
+            weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
     assert cell is not None
     if cell.op == "rnn":
         if len(given := {*acts, nonlinearity or acts[0]}) > 1:
