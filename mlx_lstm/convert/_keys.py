@@ -493,7 +493,7 @@ def weights_of(
         leaf = leaf or next((leaf for leaf in ("bias", "b") if word in ("bx", "bh") and leaf in group.keys), leaves[0])
         if (layer, way) in stack or not group.numbered:
             return group.title(leaf)
-        # The layer or direction is missing, so `group` is that of another one and its keys have other numbers.
+        # The layer or direction is missing. `group` belongs to another one, so its keys contain other numbers.
         return f"{leaf} of layer {layer}, {WAYS[way]}" + (" (the numbers begin at 0)," if not layer else "")
 
     first = next(iter(stack.values()))
