@@ -2,6 +2,7 @@
 the tests for the Metal engines."""
 
 import warnings
+from contextlib import suppress
 from functools import cache
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ import mlx_lstm
 from mlx_lstm import Quantized, gru_gradients, lstm, lstm_gradients, rnn
 from mlx_lstm.engines.cells import NormOptions
 from mlx_lstm.engines.numpy import weights
+from mlx_lstm.engines.packing import WIDTHS
 
 OPTIONS = {
     "lstm": {"peephole": True, "mask": (3, 2, "P"), "lengths": [3, 1]},
@@ -53,6 +55,26 @@ def of_option(option, dtype=np.float32):
     if options.get("sizes", (0, 0, 32))[2] == 5:
         options = {"quantize": ("Wh", "Wp")} | options
     return quantized_case(dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+def test_formats_and_defaults_are_those_of_mlx(mode):
+    """The library takes every format that `mx.quantize` takes, and no other. Without group size and bits, layers and
+    `Quantized` have the format that MLX takes then."""
+    matrix, accepted = mx.random.normal((64, 256)), set()
+    for packing in [(group, bits) for group in (8, 16, 32, 64, 128, 256) for bits in range(1, 10)]:
+        with suppress(ValueError):
+            mx.quantize(matrix, *packing, mode)
+            accepted.add(packing)
+    assert accepted == {(group, bits) for group in WIDTHS[mode][0] for bits in WIDTHS[mode][1]}
+    layer = mlx_lstm.nn.LSTM(256, 64)
+    quantized = mlx_lstm.nn.QuantizedLSTM.from_layer(layer, mode=mode)
+    for part, array in zip(("", "_scales", "_biases"), mx.quantize(layer["Wx"], mode=mode), strict=False):
+        np.testing.assert_array_equal(quantized[f"Wx{part}"], array)
+    if mode == "affine":
+        weight = Quantized(*mx.quantize(matrix))
+        np.testing.assert_array_equal(mx.dequantize(*weight[:3], *weight.packing), mx.dequantize(*weight[:3]))
+        assert weight.shape == matrix.shape
 
 
 @pytest.mark.parametrize("engine", ENGINES)
