@@ -57,7 +57,8 @@ def cudnn_rnn(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNOutput:
-    r"""Run a stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`.
+    r"""Run a stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`. Sizes: T
+    steps, N sequences in the batch, I input features, H units, S the width of h (here H), L layers, D directions.
 
     With weights W, R and biases bW, bR of a layer and direction, for each gate:
 

@@ -210,11 +210,12 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     condition is needed because MLX's own products, which both engines use, are less precise than float32 on some
     GPUs.
     """
-    # floats: the arguments that have a gradient. smooth: no preactivation is near a kink, so gradients have bounds.
+    # floats: the arguments that have a gradient. smooth: no preactivation is near a kink (a jump of its activation's
+    # slope), so gradients have error bounds.
     floats = [] if problem.plain else [name for name in drawn.arrays if name not in packed_names(drawn.arrays)]
     judge = drawn.case._replace(cotangents=cotangents if floats and drawn.smooth else {}).judge()
-    # A gradient near a kink of an activation has no error bound: only its shape is checked, and that it is finite. So
-    # the argument's own array, which has the right shape, stands in for the exact gradient.
+    # Near a kink of an activation (a jump of its slope) a gradient has no error bound: only its shape is checked, and
+    # that it is finite. So the argument's own array, which has the right shape, stands in for the exact gradient.
     rough = {f"d{name}": drawn.case.call[name] for name in floats if f"d{name}" not in judge.exact}
     judge = judge._replace(exact=judge.exact | rough)
     names = sorted({*shown_of(problem), *cotangents_of(problem), *(f"d{name}" for name in floats)})
