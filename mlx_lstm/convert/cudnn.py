@@ -108,7 +108,8 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
     # sizes: for each layer the numbers of elements of one direction's matrices W, R and, with a projection, Pr. The
     # buffer is split after the matrices of each layer; the rest contains the biases.
     sizes = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
-    # split_apart: a forward op and its gradient op may be in one compiled function.
+    # MLX cannot compile two equal splits of an array. A forward op and its gradient op in one compiled function both
+    # split `params`, so `split_apart` replaces `mx.split`.
     *layers, biases = split_apart(params, list(accumulate(D * sum(of_layer) for of_layer in sizes)))
     biases = biases.reshape(where.L, D, 2, GH)  # [layer, direction, bW or bR, gate and unit]
     by_layer = []
