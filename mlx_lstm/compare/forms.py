@@ -52,8 +52,8 @@ def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arra
 
 
 def preactivations(case: CompareCase, fl: Rounding, **readings: str) -> np.ndarray:
-    """Return the preactivations of all gates, [T, N, D G H], computed by the oracle, for T steps, N batch items, D
-    directions, G gates and H units."""
+    """Return the preactivations of all gates, [T, N, D G H], computed by the float64 oracle, for T steps, N batch
+    items, D directions, G gates and H units."""
     parts = []
     for side in sides(call_of(case, **readings)):  # one direction after the other
         p = complete(side, fl)  # the call, with defaults for missing arguments

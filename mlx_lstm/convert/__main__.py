@@ -34,7 +34,7 @@ LINE = 1000
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code. argv: the arguments, or None for those of the process."""
+    """Run the command line and return the exit code. argv: the arguments, or None for sys.argv."""
     options = make_parser().parse_args(argv)
     try:
         with mx.stream(mx.cpu):  # only the CPU has float64
@@ -183,8 +183,8 @@ def renamed(name: str, old: str, new: str) -> str:
 
 
 def comparison(model: Model, again: Model) -> list[str]:
-    """Return a line for each difference, even of a single bit, between the layers of the old file (`model`) and those
-    of the new one (`again`)."""
+    """Return a line of text for each difference, even of a single bit, between the layers of the old file (`model`) and
+    the layers of the new file (`again`)."""
     # before: pairs of a stack's name and one of its layers; after: all layers of the new file. `each` returns the
     # layers of a stack as one `Weights` each.
     before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]

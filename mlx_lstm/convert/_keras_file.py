@@ -281,9 +281,9 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
 
 
 def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direction]:
-    """Find the layers of an `.h5` file; return one `Direction` for each direction of each layer. A direction has an
-    array `recurrent_kernel`, and the other arrays in the same group of the file belong to it. arrays: by keys
-    "layer//array", such as "encoder//encoder/lstm_cell/kernel". known: the layers of the configuration."""
+    """Find the recurrent layers of a legacy `.h5` file; return one `Direction` for each direction of each layer. Each
+    group of the file with an array `recurrent_kernel` is a direction. arrays: by keys "layer//array", such as
+    "encoder//encoder/lstm_cell/kernel". known: the layers of the configuration."""
     directions: list[Direction] = []
     taken: set[tuple[str, str]] = set()  # the (name, way) of all directions so far
     # paths: for each group of arrays, such as "encoder//encoder/lstm_cell", the names of the models and layers in it. A
@@ -556,9 +556,9 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
 
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
-    """Return the arguments of a Keras layer's constructor for these weights, which are those of one layer. dtype: the
-    name of its dtype, such as "float32". use_bias: whether any layer of the stack has a bias; then `to_keras` gives
-    zeros to the others."""
+    """Return the arguments for the constructor of a Keras layer. weights: the weights of this one layer. dtype: the
+    name of its dtype, such as "float32". use_bias: whether the layer has a bias. All layers of a stack have one if any
+    of them has: `to_keras` adds zeros to the others."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # Keras' name by our name of an activation
     cell = weights.cell
     # names: Keras has one activation for the candidate and one for all other gates. `to_keras` refuses other cells.

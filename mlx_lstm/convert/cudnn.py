@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.tracing import split_apart
 from ..ground.checks import check_array, check_flag, check_integer, check_option, fail
 from .weights import Format, Weights, as_stored, checked, to_mlx, two_biases
 
@@ -107,7 +108,8 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
     # sizes: for each layer the numbers of elements of one direction's matrices W, R and, with a projection, Pr. The
     # buffer is split after the matrices of each layer; the rest contains the biases.
     sizes = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
-    *layers, biases = mx.split(params, list(accumulate(D * sum(of_layer) for of_layer in sizes)))
+    # split_apart: a forward op and its gradient op may be in one compiled function.
+    *layers, biases = split_apart(params, list(accumulate(D * sum(of_layer) for of_layer in sizes)))
     biases = biases.reshape(where.L, D, 2, GH)  # [layer, direction, bW or bR, gate and unit]
     by_layer = []
     for layer, of_layer in enumerate(sizes):

@@ -260,7 +260,7 @@ def direction(
     given = {name: to_mlx(array) for name, array in given.items() if array is not None}
     for name, array in given.items():
         check_array(op, name + of, array, array.shape)  # checks the dtype only
-    # Move the gates from Keras' order (FORMAT.orders) to that of `Weights` (OURS).
+    # Move the gates from Keras' order (FORMAT.orders) to the order of `Weights` (OURS).
     given = {name: reorder(array, order or FORMAT.orders[kind], OURS[kind], axis=-1) for name, array in given.items()}
     found = {"Wx": given["kernel"].T, "Wh": given["recurrent_kernel"].T}
     if bias is None:
