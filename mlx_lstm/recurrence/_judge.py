@@ -43,8 +43,8 @@ def main() -> None:
 
 
 class Trials:
-    """Runs trials in the child process. It remembers the kernels that were correct, so that no later trial runs just to
-    test them again."""
+    """Runs trials (small test runs of kernels) in the child process. It remembers the kernels that were correct, so
+    that no later trial runs just to test them again."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
