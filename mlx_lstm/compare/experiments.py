@@ -108,12 +108,12 @@ def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
     """Yield the experiments E:mask, one for each layout of a mask: does MPSGraph accept it? `mlx_lstm.mpsgraph` accepts
     masks that broadcast to [N, H] or, with two directions, to [N, 2H]."""
     # taken_by_shape: whether `mlx_lstm.mpsgraph` accepts masks of a shape. In a shape DH is H times the number of
-    # directions; width is the text for it.
+    # directions; `product` is the text for it.
     taken_by_shape: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
     taken_by_shape |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
-    for width, flags in {"H": {}, "2H": {"bidirectional": True}}.items():
+    for product, flags in {"H": {}, "2H": {"bidirectional": True}}.items():
         for letters, taken in taken_by_shape.items():
-            layout = f"[{', '.join(str(axis) for axis in letters)}]".replace("DH", width)
+            layout = f"[{', '.join(str(axis) for axis in letters)}]".replace("DH", product)
             yield mask_experiment(rng, layout, letters, taken, flags)
     yield mask_experiment(rng, "[2, N, H] of both directions", (2, "N", "H"), False, {"bidirectional": True})
 
