@@ -59,10 +59,10 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
             yield Experiment(name, f"shape of {tensor}, {word}", case, "its argument's", readings)
     case = draw(rng, "lstm", SIZES, name="settle: gradients, states of three axes")
     states = {name: case.arrays[name][None] for name in ("init_state", "init_cell", "state_gradient", "cell_gradient")}
-    led = case._replace(arrays=case.arrays | states)
+    three_axes = case._replace(arrays=case.arrays | states)
     for tensor in ("dinit_state", "dinit_cell"):
         readings = {"[N, H]": shape(tensor, 0, case), "[1, N, H]": shape(tensor, 1, case)}
-        yield Experiment("grads", f"shape of {tensor} where the state is [1, N, H]", led, "[N, H]", readings)
+        yield Experiment("grads", f"shape of {tensor} where the state is [1, N, H]", three_axes, "[N, H]", readings)
     absent = ("peephole", "mask", "cell_gradient")
     case = draw(rng, "lstm", SIZES, name="settle: gradients, reverse", reverse=True, absent=absent)
     readings = {

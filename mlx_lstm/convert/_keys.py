@@ -439,7 +439,7 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
             if array.shape[0] % len(usual):
                 fail("convert", f"{name} of {group.own} must have {len(usual)}H rows", f"shape {list(array.shape)}")
         words = words | {name: reorder(array, before, usual) for name, array in by_gate.items()}
-    # A layer has both biases bx and bh or none of them, and a GRU's bhn only beside b.
+    # A layer has both biases bx and bh or none of them. A GRU has bhn only together with b.
     for one, other in (("bx", "bh"), ("bh", "bx"), ("bhn", "b")):
         if one in words and other not in words:
             leaf = {"bx": "bias_ih", "bh": "bias_hh"}.get(other, other)
