@@ -145,6 +145,20 @@ def test_dequantized_weights_are_cached_while_they_are_the_same_arrays(monkeypat
     assert len(weights._cached) == before
 
 
+def test_the_same_integers_in_several_formats():
+    """Read with 4 bits instead of 8, the same integers are twice as many columns of another matrix. The cache of
+    dequantized matrices tells these two apart, and the dtypes of x."""
+    Wh, (integers, *parts) = mx.zeros((32, 32)), mx.quantize(mx.random.normal((32, 32)), 32, 8)
+    halves = [part.astype(mx.float16) for part in parts]
+    with mx.stream(mx.cpu):
+        for bits, dtype, error in [(8, mx.float16, 2e-2), (8, mx.float32, 1e-5), (4, mx.float32, 1e-5)]:
+            packing, x = (256 // bits, bits), mx.random.normal((1, 2, 256 // bits)).astype(dtype)
+            matrix = mx.dequantize(integers, *(half.astype(mx.float32) for half in halves), *packing)
+            expected = np.tanh(np.array(x[0], np.float64) @ np.array(matrix.T, np.float64))
+            got = rnn(x, Quantized(integers, *halves, *packing), Wh.astype(dtype)).h[0]
+            np.testing.assert_allclose(got, expected, rtol=0, atol=error)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("part", ["packed", "scales", "biases"])
 def test_gradient_of_packed_weights_is_an_error(engine, part):
