@@ -4,8 +4,9 @@
     python examples/from_torch.py --mode gru --layers 3
     python examples/from_torch.py --save lstm.safetensors
 
-The functions `from_torch` and `to_torch` convert the layer. The rest of the program runs both layers, with random
-weights, on the same sequences of different lengths, and prints how their results differ. The example needs torch.
+The functions `from_torch` and `to_torch` convert the layer. The rest of the program runs the torch layer, which has
+random weights, and the converted layer on the same sequences of different lengths, and prints how their results differ.
+The example needs torch.
 """
 
 import argparse

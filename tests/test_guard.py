@@ -819,16 +819,16 @@ def test_a_verdict_is_kept_for_this_machine(own_cache, monkeypatch):
         in_a_new_process()
     assert len(trials) == 1
     ((machine, kept),) = json.loads(own_cache.read_text()).items()
-    assert machine == verdicts.names() and tuning.kernels_hash() in machine and list(kept.values()) == [BROKEN]
+    assert machine == verdicts.environment() and tuning.kernels_hash() in machine and list(kept.values()) == [BROKEN]
     assert trial_from(next(iter(kept))) == trials[0]
 
 
 def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
     """The cache file keeps the results of the kernels' trial runs for several environments (machine and versions):
     the ones used last."""
-    trials, real = counted(monkeypatch), verdicts.names()
+    trials, real = counted(monkeypatch), verdicts.environment()
     for n in range(verdicts.MACHINES + 1):
-        monkeypatch.setattr(verdicts, "names", lambda n=n: f"{real} {n}")
+        monkeypatch.setattr(verdicts, "environment", lambda n=n: f"{real} {n}")
         in_a_new_process()
         _guard.refusal("fused", problem())
     assert len(trials) == verdicts.MACHINES + 1
@@ -845,7 +845,7 @@ def test_another_process_may_have_tried_meanwhile(own_cache, monkeypatch):
     # here, so it deletes the result of this trial run.
     own_cache.write_text(before)
     verdicts.record("mine", "")
-    assert len(trials) == 2 and set(json.loads(own_cache.read_text())[verdicts.names()]) >= {"mine"}
+    assert len(trials) == 2 and set(json.loads(own_cache.read_text())[verdicts.environment()]) >= {"mine"}
     own_cache.write_text(other)
     in_a_new_process()
     _guard.refusal("fused", problem(H=10, P=10))

@@ -4,7 +4,7 @@ computes the other steps again in the gradient. Results must not change, and mem
 import sys
 import warnings
 from collections import deque
-from functools import partial
+from functools import lru_cache, partial
 from types import ModuleType
 from weakref import ref
 
@@ -168,6 +168,17 @@ class Outside(nn.Module):
         return self.holding.step(x, h)
 
 
+class Private(nn.Module):
+    """A module with another one that MLX does not search for parameters, because its name begins with "_"."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self._cell = cell
+
+    def __call__(self, x, h):
+        return self._cell(x, h)
+
+
 settings, SETTINGS, calling = Settings(), ModuleType("settings"), Calling()
 
 
@@ -202,6 +213,7 @@ def ways_to_capture(cell):
         return outputs[0], last
 
     Settings.cell = SETTINGS.cell = Calling.cell = cell
+    cached = lru_cache(lambda: cell)
     weak, queue = ref(cell), deque([cell])
     sys.modules["settings_of_steps"] = SETTINGS
 
@@ -218,6 +230,8 @@ def ways_to_capture(cell):
         "a slot": Slots(cell).step,
         "a Python module": lambda x, h: SETTINGS.cell(x, h),
         "an attribute of a module that is none of its parameters": Outside(cell),
+        "an attribute of a module with a private name": Private(cell),
+        "a function with a cache": lambda x, h: cached()(x, h),
         "a default": in_default,
         "a keyword default": in_keyword_default,
         "a closure": in_closure,
@@ -406,12 +420,12 @@ SETTINGS.weight, SETTINGS.weights, leaky.weight, QUEUE = W, {"all": [W]}, W, deq
 MEANS = nn.BatchNorm(H)
 
 BAD = {
-    "a dict of a Python module": (lambda x, h: (h, h @ SETTINGS.weights["all"][0]), "in a module, but got weights"),
-    "a function's": (lambda x, h: (h, h @ leaky.weight), "in a module, but got weight"),
+    "a dict of a Python module": (lambda x, h: (h, h @ SETTINGS.weights["all"][0]), "but got SETTINGS.weights.all.0"),
+    "a function's": (lambda x, h: (h, h @ leaky.weight), r"in a module, but got leaky\.weight"),
     "in a deque": (lambda x, h: (h, h @ QUEUE[0]), "in a module, but got QUEUE.0"),
-    "a Python module's": (lambda x, h: (h, mx.tanh(x + h @ SETTINGS.weight)), "in a module, but got weight"),
+    "a Python module's": (lambda x, h: (h, mx.tanh(x + h @ SETTINGS.weight)), r"but got SETTINGS.weight\."),
     "a global array": (global_array, "or hold them in a module, but got W"),
-    "inside a closure": (capturing({"recurrent": [W]}), "in a module, but got inner.arrays.recurrent.0"),
+    "inside a closure": (capturing({"recurrent": [W]}), r"in a module, but got arrays\.recurrent\.0"),
     "an object's": (Holder().step, "or hold them in a module, but got self.scale"),
     "assigned": (Counting().step, "must not assign arrays to a module with checkpoint_every.*but got Counting.count"),
     "running means": (lambda x, h: (h, MEANS(x) + h), "assign arrays to a module .*but got BatchNorm.running_mean"),

@@ -313,7 +313,7 @@ def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
 @pytest.mark.parametrize("kind", ("lstm", "gru", "rnn"))
 def test_the_padding_does_not_enter_a_derivative_that_mlx_derives(kind):
     """NaN in the padding of x and of the mask changes no derivative: neither the gradient without training inside a
-    transformation, which MLX derives from the operations of `ops`, nor that in forward mode."""
+    transformation, which MLX derives from the operations of `ops`, nor one in forward mode, nor a second one."""
     op, gates = getattr(recurrence, kind), {"lstm": 4, "gru": 3, "rnn": 1}[kind]
     rng = np.random.default_rng(2)
     weights = [to_mlx(rng.normal(size=(gates * 2, size)), np.float32) for size in (3, 2)]
@@ -322,13 +322,18 @@ def test_the_padding_does_not_enter_a_derivative_that_mlx_derives(kind):
         mask, x = (to_mlx(np.where(ended, padding, array), np.float32) for array in drawn)
         x = mx.concatenate([x, x[..., :1]], axis=-1)  # I = 3, H = 2
 
-        def loss(x, Wx, Wh, mask=mask):
-            return (op(x, Wx, Wh, mask=mask, lengths=[2, 0], training=False, engine="ops").h ** 2).sum()
+        def loss(x, Wx, Wh, mask=mask, training=False):
+            return (op(x, Wx, Wh, mask=mask, lengths=[2, 0], training=training, engine="ops").h ** 2).sum()
+
+        def steepness(*arrays):
+            gradients = mx.grad(lambda *arrays: loss(*arrays, training=True), argnums=(0, 1, 2))(*arrays)
+            return sum((g * g).sum() for g in gradients)
 
         # vmap is an example of a transformation in which the arrays have no values.
         traced = mx.vmap(mx.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, None))(x[None], *weights)
         forward = mx.jvp(loss, (x, *weights), (mx.ones_like(x), *weights))[1]
-        found.append([*traced, *forward])
+        second = mx.grad(steepness, argnums=(0, 1, 2))(x, *weights)
+        found.append([*traced, *forward, *second])
     for zero, nan in zip(*found, strict=True):
         np.testing.assert_array_equal(np.array(zero), np.array(nan))
 

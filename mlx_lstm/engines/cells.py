@@ -1,6 +1,6 @@
-"""The options of the recurrent cells: gate order, activations and others. The classes hold no arrays. H: hidden units.
-
-Every cell has these attributes, of which most say which arrays an engine needs for it:
+"""The classes of the recurrent cells. A cell holds the options of an LSTM, GRU, RNN or user's cell, such as its gate
+order and activations, but no arrays. H: hidden units. Every cell has these attributes, most of which say which arrays
+an engine needs for it:
 
     op            the name of the user's function: "lstm", "gru", "rnn" or "pointwise"
     gates         the number of preactivations; gate_order: one letter for each, in the order of the weights' rows
@@ -18,8 +18,8 @@ Every cell has these attributes, of which most say which arrays an engine needs 
     stops_c       whether the clip of c makes gradients 0 where it changed c; stops_h: likewise for a projected h
     block         called with (gate, H), it returns the gate's rows in the weights (`gate_block`)
 
-It also has the options of all other cells, such as `reset` and `forget_bias`. The value of an option that it lacks
-stands for "not used": 0, "", None or False.
+Every cell also has the options of all other cells, such as `reset` and `forget_bias`. An option that a cell does not
+use is 0, "", None or False.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ from .cell_graph import CellGraph, Node, needed
 Entry = TypeVar("Entry")
 
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
-"""Names of activations. `hard_sigmoid(x) = clip(0.2 x + 0.5, 0, 1)`; `hard_sigmoid_sixth(x) = clip(x / 6 + 0.5, 0, 1)`
-is the hard sigmoid of torch and Keras 3. The slope of relu at 0 is 0."""
+"""The names of the activations. `hard_sigmoid(x) = clip(0.2 x + 0.5, 0, 1)`; `hard_sigmoid_sixth(x) = clip(x / 6 + 0.5,
+0, 1)` is the hard sigmoid of torch and Keras 3. The slope of relu at 0 is 0."""
 
 HARD_SIGMOIDS = {"hard_sigmoid": 0.2, "hard_sigmoid_sixth": 1 / 6}
 """The slope of each hard sigmoid between the two points where it is clipped."""
@@ -46,7 +46,8 @@ def known(engine: str, table: Mapping[str, Entry], name: str) -> Entry:
 
 
 def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
-    """Return the rows of one gate on an axis that holds all gates, such as the axis 4H of an LSTM. hidden: H."""
+    """Return the slice of one gate on an axis that holds all gates side by side, such as the axis 4H of an LSTM.
+    hidden: the number of hidden units H."""
     start = cell.gate_order.index(gate) * hidden
     return slice(start, start + hidden)
 
@@ -63,11 +64,12 @@ NO_BIAS: float = 0.0
 class NormOptions(NamedTuple):
     """How a cell's step uses layer normalisation. `engines.definitions` has the equations.
 
-    of: "product" normalises the recurrent product h Wh^T; "products" also x Wx^T, by itself; "sum" the sum of h Wh^T
-    and the input's part x Wx^T + b; None neither. Only the engine `numpy` gets "products": for the others `input_norm`
-    normalises x Wx^T before the steps. gates: whether the norm takes its mean over the numbers of all gates "together",
-    or over the H numbers of "each" gate. c: where an LSTM's c is normalised: only for the "output" h, or also in the
-    "state" that the next step gets; None for not at all. eps: the number that is added to each variance.
+    of: what is normalised: "product", the recurrent product h Wh^T; "products", h Wh^T and x Wx^T, each by itself;
+    "sum", the sum h Wh^T + x Wx^T + b; None, nothing of these. Only the engine `numpy` gets "products": for the other
+    engines `input_norm` normalises x Wx^T before the steps. gates: whether mean and variance are those of the numbers
+    of all gates "together", or of the H numbers of "each" gate. c: where an LSTM's c is normalised: only for the
+    "output" h, or also in the "state" that the next step gets; None if nowhere. eps: the number that is added to each
+    variance.
     """
 
     of: str | None = "product"
@@ -110,7 +112,7 @@ class LSTMCell(NamedTuple):
     block = gate_block
 
     def activation(self, gate: str) -> str:
-        """Return the name of the activation of gate "i", "f", "g" or "o", or of the "output"."""
+        """Return the name of the activation of gate "i", "f", "g" or "o", or of c in h = o act(c), called "output"."""
         return self.activations[4 if gate == "output" else "ifgo".index(gate)]
 
     @property
@@ -191,8 +193,8 @@ class RNNCell(NamedTuple):
 class PointwiseCell(NamedTuple):
     """A cell that the user wrote. Its state c holds all states except h, side by side: [B, carried * H].
 
-    graph: the traced function. recurrent: whether h is multiplied by Wh; otherwise the units are independent. norm: the
-    layer normalisation of the preactivations.
+    graph: the operations of the user's function, which was traced. recurrent: whether a step multiplies h by Wh; if
+    not, the units are independent. norm: the layer normalisation of the preactivations.
     """
 
     graph: CellGraph
@@ -212,12 +214,12 @@ class PointwiseCell(NamedTuple):
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """A user's function has no activations with names."""
+        """An empty tuple: a cell that the user wrote has no activations with names."""
         return ()
 
     @property
     def apart(self) -> bool:
-        """Whether the function reads both parts of the preactivations separately."""
+        """Whether the function reads the input's part and the recurrent part of each preactivation as two values."""
         return self.graph.apart
 
     @property
@@ -258,11 +260,12 @@ class PointwiseCell(NamedTuple):
 
     @property
     def passes_h(self) -> bool:
-        """Whether a step reads h, besides in the recurrent product."""
-        graph = self.graph  # in which s0 is the h before the step
-        # forward: whether the new states are computed from h itself. -1: no node, if h is no input of the graph.
+        """Whether a step or its gradient reads h itself, not only the product h Wh^T."""
+        graph = self.graph
+        # s0: the name of h before the step. forward: whether the new states are computed from s0. -1: no node has this
+        # number, so the result is false if s0 is no input of the graph.
         forward = graph.number.get("s0", -1) in needed(graph.nodes, graph.forward)
-        # `gradients("s")[0]` is the gradient of that h, apart from what comes through the product.
+        # `gradients("s")[0]` is the gradient of s0 without the part that comes through the product h Wh^T.
         return forward or graph.nodes[graph.gradients("s")[0]] != Node("const", (), 0.0)
 
     @property
@@ -281,12 +284,13 @@ AnyCell = Cell | PointwiseCell
 
 
 def normalises_input(cell: AnyCell) -> bool:
-    """Return whether the input's product is normalised by itself, besides the recurrent product."""
+    """Return whether the cell normalises both x Wx^T and h Wh^T, each by itself."""
     return cell.norm is not None and cell.norm.of == "products"
 
 
 def norm_blocks(cell: AnyCell) -> int:
-    """Return how many parts of the product or sum are normalised by themselves: each gate, or all gates as one."""
+    """Return into how many blocks the norm divides the axis of all gates: a block per gate if each gate has its own
+    mean and variance, else 1."""
     return cell.gates if cell.norm is not None and cell.norm.gates == "each" else 1
 
 

@@ -96,6 +96,6 @@ def packed_names(arrays: Mapping[str, object]) -> list[str]:
 
 
 def field_of(packing: Packing) -> int:
-    """Return how many bits one quantized weight takes in engine `fused`, 4 or 8. This engine copies the weights into
-    the order in which its lanes read them; there each weight has a field of this size."""
+    """Return how many bits the engine `fused` uses to store one quantized weight, 4 or 8. `fused` copies the weights
+    into the order in which its threads read them, and stores each in a field of this size."""
     return 4 if packing.bits <= 4 else 8

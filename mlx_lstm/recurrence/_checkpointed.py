@@ -15,23 +15,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import isqrt
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..engines.captures import held_by, is_own, reached, variables_of
+from ..engines.captures import Captured
 from ..engines.cell_tracer import captured_arrays, exported
 from ..engines.tracing import custom_function, vjp
 from ..ground.checks import fail, without_warnings
 
 OP = "recurrent"
 """The function that error texts begin with."""
-
-DEEPEST = 6
-"""The number of levels to which `captured_modules` searches what a function captures for modules and arrays."""
 
 Chunk = Callable[[int, Any, Any, Any], tuple[Any, Any]]
 """Type of a function that runs the steps of one chunk, which begins at step `start`:
@@ -241,39 +237,20 @@ def replaced(modules: list[nn.Module], parameters: list[Any]) -> Iterator[None]:
 def captured_modules(step: Any) -> list[nn.Module]:
     """Return the modules that a function captures: the object of a method, variables of enclosing functions, global
     variables, defaults. Raise a ValueError that names an array of floats that it captures outside of a module."""
-    modules: dict[int, nn.Module] = {}  # by id, because a module has no hash
-    seen: set[int] = set()  # the ids of the objects that were searched
-
-    def visit(value: Any, name: str, depth: int) -> None:
-        """Search one object that the user's function `step` captures: collect the modules in it, and raise an error
-        if it contains an array of floats. `name`: what the error text calls the object. depth: how many objects lie
-        between; the user's function itself has 0. DEEPEST: the deepest that is searched."""
-        # A class or a Python module holds much that the step does not use: `reached` below finds what it uses of them.
-        # This package's own functions hold nothing of the user's.
-        if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)) or is_own(value):
-            return
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            modules[id(value)] = value
-        elif isinstance(value, mx.array):
-            refuse_floats(value, name)
-        else:
-            for key, each in parts_of(value):  # what `step` itself captures is called by its own name, as "weights"
-                visit(each, f"{name}.{key}" if depth else key, depth + 1)
-
-    visit(step, "step", depth=0)
-    # A module or an array may also be an attribute of a class or of a Python module, and a module may be a property:
-    # then only a name in the code of the step tells that it is used. inside: the ids of the modules found so far, and
-    # of the modules in them.
-    further, arrays = reached(step)
-    for name, array in arrays:
-        refuse_floats(array, name)
-    inside = {id(each) for module in modules.values() for each in module.modules()}
-    for module in further:
-        if id(module) not in inside:
-            modules[id(module)] = module
-            inside |= {id(each) for each in module.modules()}
-    return list(modules.values())
+    captured = Captured(step)
+    for path, array in captured.arrays:
+        if path:  # an array without one belongs to a module or is computed by a property
+            refuse_floats(array, path)
+    # A module is left out if those before it have all its parameters. A module in an attribute with a private name, as
+    # in `self._cell`, is one of its own: MLX does not count its parameters to those of the module that holds it.
+    modules: list[nn.Module] = []
+    covered: set[int] = set()  # the ids of the parameters of these modules
+    for module in [inner for outer in captured.modules for inner in outer.modules()]:
+        parameters = {id(array) for _, array in flat(module.parameters())}
+        if not parameters <= covered:
+            modules.append(module)
+            covered |= parameters
+    return modules
 
 
 def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) -> bool:
@@ -353,21 +330,3 @@ def refuse_floats(array: mx.array, name: str) -> None:
     if is_float(array):
         rule = "step must not capture arrays of floats with checkpoint_every: pass them as parameters="
         fail(OP, f"{rule}, or hold them in a module,", name)
-
-
-def parts_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the objects to which a value refers, as pairs (name, object): a function's variables, or the contents
-    of a container."""
-    if isinstance(value, MethodType):
-        return [("self", value.__self__), *parts_of(value.__func__)]
-    if isinstance(value, partial):
-        return [("func", value.func), ("arguments", list(value.args)), ("keywords", value.keywords)]
-    if isinstance(value, FunctionType):
-        return [*variables_of(value), ("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)]
-    if isinstance(value, dict):
-        return [(str(key), each) for key, each in value.items()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [(str(n), each) for n, each in enumerate(value)]
-    if (held := held_by(value)) is not None:
-        return [(str(n), each) for n, each in enumerate(held)]
-    return list(getattr(value, "__dict__", {}).items())
