@@ -34,7 +34,7 @@ def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arra
     if case.op == "lstm":
         activation = options(case, **readings)["activations"][-1]
         more["c squashed"] = ACTIVATIONS[activation](results["c"], fl)
-    # `with_product` needs these two arrays and takes no mask.
+    # `with_product` needs the arrays init_state and secondary_bias, and takes no mask.
     if case.op == "gru" and {"init_state", "secondary_bias"} <= set(case.arrays) and "mask" not in case.arrays:
         more["z_state product"] = with_product(case, fl)
     reverse = case.descriptor.get("reverse", False) and not case.bidirectional

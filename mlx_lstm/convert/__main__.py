@@ -85,8 +85,8 @@ def convert(options: argparse.Namespace) -> list[str]:
     def write_and_read(partial: Path) -> tuple[Model, list[str]]:
         write_to(partial, model, style, options.keys, options.ways if options.keys else None)
         again = read(partial, keys=options.keys if has_keys else None, ways=ways)
-        # Names of layers may look like numbers or directions in keys, so that `read` would divide the arrays
-        # differently.
+        # Compare the numbers of layers before and after. A layer's name may look like a number or a direction in a key,
+        # so that `read` would divide the arrays into other layers.
         numbers = [sum(len(weights.layers) for weights in each.layers.values()) for each in (model, again)]
         if numbers[0] != numbers[1]:
             raise ValueError(f"{target} would be read as {numbers[1]} layers, not {numbers[0]}: give other --keys")

@@ -89,7 +89,7 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
         if text := contents.texts("/", "model_config"):  # an attribute of the whole file
             config = budget.json(text[0])
     known = None if config is None else list(walk(config, "", (), budget))
-    # A file of the older layout lists its layers' names in an attribute; a Keras 3 file does not.
+    # A legacy file lists the names of its layers in an attribute; a Keras 3 file does not.
     root = "model_weights" if "model_weights" in contents.attributes else "/"
     if layers := contents.texts(root, "layer_names"):
         # The version of Keras is an attribute of the file or of the group `root`; without it, assume Keras 3.
@@ -290,7 +290,7 @@ def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direc
     # cell's name at the end is left out: its number may differ between the two directions.
     paths: dict[str, list[str]] = {}
     for parent in dict.fromkeys(key.rpartition("/")[0] for key in arrays):
-        # The kernel of a ConvLSTM, which is no layer for us, has more than two axes.
+        # A kernel with more than two axes belongs to a ConvLSTM, which is not read.
         if f"{parent}/recurrent_kernel" in arrays and np.ndim(arrays[f"{parent}/recurrent_kernel"]) <= 2:
             layer, _, inner = parent.partition("//")
             parts = [part for part in inner.split("/") if part]
@@ -312,7 +312,8 @@ def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direc
             if other in names:
                 parts.pop()
                 way = match[1]
-        # Keras repeats names: "model//model/lstm" is layer lstm of a model, "lstm//model/lstm" is just lstm.
+        # Keras repeats names: "model//model/lstm" is the layer lstm of a model, "lstm//model/lstm" the layer lstm
+        # itself.
         if parts and parts[0] == layer:
             parts.pop(0)
         elif parts and parts[-1] == layer:
@@ -414,7 +415,7 @@ def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], l
     for key in layers.keys() - told.keys():
         outermost, _, inner = layers[key][0].keys[0].partition("//")
         parts = inner.split("/")[:-1]  # the last part is the array's name
-        # The innermost name that the configuration has.
+        # found: the layers with this outermost name and the innermost name of the path that the configuration contains.
         found = next((ends[outermost, part] for part in reversed(parts) if (outermost, part) in ends), [])
         if len(found) > 1:
             found = [each for each in found[:MOST_ALIKE] if set(each.path) <= {outermost, *parts}]

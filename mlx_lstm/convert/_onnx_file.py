@@ -245,8 +245,8 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
     if tensor.data_location == onnx.TensorProto.EXTERNAL:  # else onnx would read a file in the working folder
         fail("convert", f"{shown(name)} must lie in the file itself", "external data")
     check_shape(name, tuple(tensor.dims))
-    # Numbers that are not in raw_data are in one of these fields. A number may take one byte in the file and eight in
-    # memory.
+    # Numbers that are not in raw_data are in a field such as float_data or int64_data. A number may take one byte in
+    # the file and eight in memory.
     budget.take(8 * max(len(getattr(tensor, f"{kind}_data")) for kind in ("float", "double", *INTEGERS)), name)
     try:
         array = onnx.numpy_helper.to_array(tensor)

@@ -138,7 +138,7 @@ def from_arrays(
         cell = CELLS[kind](**options)
     else:
         cell = cell_of_config(op, inner, name, slope)
-    # biases: the allowed shapes of the bias, with the last axis counted in H: [2, 4] means [2, 4H].
+    # biases: the allowed shapes of the bias, with the last size in multiples of H: [2, 4] means [2, 4H].
     biases = {
         "lstm": [[2, 4] if all(cudnn) else [4]],
         "gru": [[2, 3] if getattr(cell, "reset", "") == "after" else [3]],

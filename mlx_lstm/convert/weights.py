@@ -87,8 +87,8 @@ class Weights(NamedTuple):
     `cell` has the formula and its options. The gate order is always i, f, g, o or r, z, n.
 
     `layers[layer][direction]` holds arrays by name, the forward direction first. `Wx` [GH, I] and `Wh` [GH, P] are
-    always there; P is the width of h, which is H without a projection. A layer may also have the biases `bx` [GH] of
-    the input's product and `bh` [GH] of the recurrent product, the projection `Wp` [P, H], and `peephole` [4H].
+    always there; P is the size of h, which is H without a projection. A layer may also have the biases `bx` [GH] of the
+    input's product and `bh` [GH] of the recurrent product, the projection `Wp` [P, H], and `peephole` [4H].
 
     `reverse`: the layers have one direction, which runs from the end to the start.
     """
