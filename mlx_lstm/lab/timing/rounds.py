@@ -94,10 +94,10 @@ def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
 def needed_bytes(size: Size, which: str, dtype: str) -> int:
     """Return the smallest possible memory of a pass in bytes: that of x, the four gates, h and c, and in the pass
     "backward" also of dx, dWx, dWh, db."""
-    T, B, width, H = size
-    numbers = T * B * (width + 6 * H)
+    T, B, I, H = size
+    numbers = T * B * (I + 6 * H)
     if which == "backward":
-        numbers += T * B * width + 4 * H * (width + H + 1)
+        numbers += T * B * I + 4 * H * (I + H + 1)
     return numbers * (4 if dtype == "float32" else 2)
 
 
