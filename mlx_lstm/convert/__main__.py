@@ -25,7 +25,7 @@ from ._keys import STYLES, WAYS
 from .keras import stack as stack_of_keras
 from .weights import bits, describe, differences, stacked
 
-LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
+LOSSES = {"bx": "two biases are one now, their sum, and cannot be separated again", "bh": ""}
 """The line to print if a bias differs between the old and the new file, by the name of the bias. These differences are
 expected: a format with one bias stores the sum of both. An empty text is not printed."""
 
@@ -243,7 +243,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     add_choice(parser.add_argument_group("which layers").add_argument)
     add_names(parser.add_argument_group("names of arrays in .safetensors and .npz files").add_argument)
-    add_facts(parser.add_argument_group("what SRC does not say").add_argument)
+    add_facts(parser.add_argument_group("facts that SRC does not contain").add_argument)
     return parser
 
 
@@ -252,11 +252,14 @@ def add_choice(add: Callable[..., object]) -> None:
     only = "convert only the layers with these names; the others may then be layers that cannot be read"
     add("--only", nargs="+", metavar="NAME", help=only)
     add("--layers-only", action="store_true", help="do not copy the arrays of other layers, such as an embedding")
-    stack = "stack these layers of SRC into one, as with num_layers=2 in PyTorch; A reads the input; may be repeated"
+    stack = (
+        "join layers of SRC to one multi-layer network, as with num_layers=2 in PyTorch; B reads the output of A; "
+        "may be repeated"
+    )
     add("--stack", action="append", metavar="A,B", help=stack)
     change = (
         "replace OLD by NEW at the start of the names of layers and keys. For example, model.lstm.=lstm. shortens "
-        "names, and model.= removes the start; OLD may be empty, too. May be repeated"
+        "names, and model.= removes the start. If OLD is empty, NEW is put before all names. May be repeated"
     )
     add("--prefix", action="append", type=prefix, metavar="OLD=NEW", help=change)
 
@@ -264,17 +267,20 @@ def add_choice(add: Callable[..., object]) -> None:
 def add_names(add: Callable[..., object]) -> None:
     """Add the options that say how arrays are named in a file."""
     styles = (
-        "whose names to write. torch (the default): weight_ih_l0; mlx, the layers of mlx.nn: Wx, Wh, bias; two-biases, "
-        "as mlx but with both biases of PyTorch: Wx, Wh, bias_ih, bias_hh; keras: kernel; ops, the functions of "
-        "mlx_lstm such as lstm: Wx, Wh, b"
+        "the names to give to the arrays in DST. torch (the default), as in PyTorch: weight_ih_l0; mlx, as in mlx.nn: "
+        "Wx, Wh, bias; two-biases, as mlx but with both biases of PyTorch: Wx, Wh, bias_ih, bias_hh; keras: kernel; "
+        "ops, as the arguments of mlx_lstm.lstm, gru and rnn: Wx, Wh, b"
     )
     add("--to", choices=STYLES, help=styles)
     keys = (
-        "a pattern for the names to write, such as '{name}.{array}': {name} is replaced by the layer's name, {array} "
-        "by the array's, {layer} by the layer's number, {way} by the direction"
+        "a pattern for the names of the arrays in DST, such as '{name}.{array}': {name} is replaced by the layer's "
+        "name, {array} by the array's name, {layer} by the layer's number, {way} by the direction"
     )
     add("--keys", metavar="PATTERN", help=keys)
-    from_keys = "a pattern for the names to read; without it the command knows the usual names"
+    from_keys = (
+        "a pattern for the names of arrays in SRC, as for --keys; needed only if the command does not recognise "
+        "the names"
+    )
     add("--from-keys", metavar="PATTERN", help=from_keys)
     ways = "the words that stand for {way} in a pattern: A for the forward direction, B for the reverse one"
     add("--ways", nargs=2, metavar=("A", "B"), help=ways)
@@ -285,7 +291,10 @@ def add_facts(add: Callable[..., object]) -> None:
     add("--order", help="the order of the gates, such as icfo, if it is not the usual order of the format of SRC")
     plain = "the activation function of plain RNN layers, which weight files do not contain; default: tanh"
     add("--nonlinearity", choices=("tanh", "relu", "sigmoid"), help=plain)
-    outside = "read the files, too, to which an .onnx file refers; without this option they are refused, for safety"
+    outside = (
+        "also read the files in which an .onnx file stores arrays; without this option such an .onnx file is refused, "
+        "because it may come from a stranger"
+    )
     add("--external-data", action="store_true", help=outside)
 
 

@@ -458,7 +458,9 @@ def to_mlx(array: Any) -> mx.array:
         if str(array.dtype) == "torch.bfloat16":  # NumPy has no bfloat16
             return mx.array(array.float().numpy()).astype(mx.bfloat16)
     # MLX takes no array with a reversed axis or with the byte order of another machine, so make a copy without them.
-    array = np.asarray(array, order="C")
+    # Only `copy` changes a reversed axis of size 1.
+    array = np.asarray(array)
+    array = array.copy() if min(array.strides, default=0) < 0 else array
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     # NumPy's kinds of dtypes: f floats, i and u integers, b bools. MLX has none of more than 8 bytes.
     if (array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16") or array.itemsize > 8:

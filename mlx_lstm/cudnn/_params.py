@@ -1,11 +1,11 @@
 """Compute the size of cuDNN's parameter buffer, split it into arrays, and join arrays into it.
 
-The buffer is one array with all weights and biases of L layers with D directions. Its canonical arrays are one W_g [H,
-in] and one R_g [H, S] per gate g, with a bias [H] each: W_g multiplies the layer's input, R_g multiplies h. in: the
-width of the layer's input, H: units, S: the width of h, P: the width of the projection. `where` is the `Layout` with
-these sizes; the arguments T and S of `cudnn_rnn_params_size` are dtypes, TensorFlow's names. Each op makes `Attributes`
-of its keywords; `layout` checks them and returns the `Layout`. op: the function that error texts begin with; `fail(op,
-rule, got)` raises the ValueError "[op] rule but got ...".
+The parameter buffer is one array with all weights and biases of L layers with D directions. TensorFlow calls the
+separate arrays canonical: for each gate g one W_g [H, in], which multiplies the layer's input, and one R_g [H, S],
+which multiplies h, each with a bias [H]. in: the width of the layer's input, H: units, S: the width of h, P: the width
+of the projection. `where` is the `Layout` with these sizes. (The arguments T and S of `cudnn_rnn_params_size` are
+dtypes, as in TensorFlow.) Each op makes `Attributes` of its keywords; the function `layout` checks them and returns the
+`Layout`. op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Sequence
@@ -88,9 +88,10 @@ def cudnn_rnn_params_to_canonical(
     seed: int = 0,
     seed2: int = 0,
 ) -> CudnnRNNParamsToCanonicalOutput:
-    """Split the buffer into one array per gate: TensorFlow's CudnnRNNParamsToCanonical.
+    """Split the parameter buffer into one array per gate: TensorFlow's CudnnRNNParamsToCanonical.
 
-    The arrays are views of the buffer, and differentiable. `cudnn_rnn_canonical_to_params` is the inverse.
+    The arrays are views of the buffer, and MLX can differentiate this op. `cudnn_rnn_canonical_to_params` is the
+    inverse. "in" is the width of a layer's input, S the width of h.
 
     Args:
         num_layers, num_units, input_size (int): the number of layers L, of units H and of input features I.
@@ -136,7 +137,7 @@ def cudnn_rnn_params_to_canonical_v2(
     seed2: int = 0,
     num_proj: int = 0,
 ) -> CudnnRNNParamsToCanonicalOutput:
-    """Split a buffer that may have a projection: TensorFlow's CudnnRNNParamsToCanonicalV2.
+    """Split the parameter buffer of layers that may have a projection: TensorFlow's CudnnRNNParamsToCanonicalV2.
 
     Args:
         num_params_weights (int): the number of weights; an lstm with projection has 9 per layer and direction.
@@ -178,7 +179,7 @@ def cudnn_rnn_canonical_to_params(
     seed: int = 0,
     seed2: int = 0,
 ) -> mx.array:
-    """Join one array per gate into the buffer: TensorFlow's CudnnRNNCanonicalToParams.
+    """Join arrays, one per gate, into the parameter buffer: TensorFlow's CudnnRNNCanonicalToParams.
 
     Args:
         num_layers, num_units, input_size (int): the number of layers L, of units H and of input features I.
@@ -220,7 +221,7 @@ def cudnn_rnn_canonical_to_params_v2(
     seed2: int = 0,
     num_proj: int = 0,
 ) -> mx.array:
-    """Join arrays, which may have a projection, into the buffer: TensorFlow's CudnnRNNCanonicalToParamsV2.
+    """Join the arrays of layers that may have a projection into the buffer: TensorFlow's CudnnRNNCanonicalToParamsV2.
 
     Args:
         num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
@@ -245,23 +246,24 @@ def cudnn_rnn_canonical_to_params_v2(
 
 
 def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int]) -> CudnnRNNParamsToCanonicalOutput:
-    """Split the parameter buffer into one array per gate. `counts` has the numbers of weights and biases that the
-    caller passed, by argument name; the first version of the op has one number for both."""
+    """Split the parameter buffer into one array per gate. counts: {argument name: the number of weights or of biases
+    that the caller passed}; the first version of the op has one number for both."""
     check_params(op, where, params)
     weights, biases = where.canonical()  # the shapes of all arrays, in the buffer's order
-    # With one number, zip ends after the weights; there are as many biases, as V1 has no projection.
+    # If there is one number, zip ends after the weights. The first version of the op has as many biases as weights,
+    # because it has no projection.
     for (name, number), shapes in zip(counts.items(), (weights, biases), strict=False):
         if number != len(shapes):
             fail(op, f"{name} must be {len(shapes)} for these layers", repr(number))
-    # `accumulate` returns where each array ends; the last end is that of the buffer itself.
+    # `accumulate` returns where each array ends. [:-1]: without the last end, which is the end of the buffer.
     parts = mx.split(params, list(accumulate(map(prod, [*weights, *biases])))[:-1])
     arrays = [part.reshape(shape) for part, shape in zip(parts, [*weights, *biases], strict=True)]
     return CudnnRNNParamsToCanonicalOutput(arrays[: len(weights)], arrays[len(weights) :])
 
 
 def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: Sequence[mx.array]) -> mx.array:
-    """Check the number and the sizes of the arrays, one per gate, and join them into the parameter buffer. The shapes
-    need not fit, as in TensorFlow: only the numbers of elements must."""
+    """Check the number and the sizes of the arrays, one per gate, and join them into the parameter buffer. As in
+    TensorFlow, an array needs the right number of elements, but may have any shape."""
     both = {"weights": weights, "biases": biases}
     for (name, arrays), count in zip(both.items(), where.counts, strict=True):  # counts: (matrices, biases)
         if not isinstance(arrays, Sequence) or len(arrays) != count:

@@ -1,9 +1,9 @@
 """Run a stack of recurrent layers, forward and backward, as the three versions of TensorFlow's CudnnRNN op do.
 
-Every op makes a `Stack`, which does the work: Stack(op, forward_name, attributes, ...), with the name for error texts
-and TensorFlow's name of the forward op. `Attributes` holds the keywords that describe the layers. In V1 and V2 all
-sequences of the batch have length T, there is no projection, and time is the first axis; so they pass None as sequence
-lengths. T: steps, N: batch, I: input features, H: units, S: the width of h, L: layers, D: directions.
+Every op makes a `Stack`, which does the work: Stack(op, forward_name, attributes, ...). op: the name in error texts.
+forward_name: TensorFlow's name of the forward op. `Attributes` has the keywords that describe the layers. In the first
+two versions all sequences of the batch have length T, there is no projection, and time is the first axis; so they pass
+None as sequence lengths. T: steps, N: batch, I: input features, H: units, S: the width of h, L: layers, D: directions.
 """
 
 from typing import NamedTuple
@@ -30,8 +30,8 @@ class CudnnRNNOutput(NamedTuple):
 
 
 class CudnnRNNV2Output(NamedTuple):
-    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: the outputs of `cudnn_rnn`, and host_reserved, int8 zeros that
-    have no use here."""
+    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: the outputs of `cudnn_rnn`, and host_reserved, an int8 array of
+    zeros. TensorFlow's ops have this output; nothing reads it here."""
 
     output: mx.array
     output_h: mx.array
@@ -92,7 +92,8 @@ def cudnn_rnn(
             Default: `"linear_input"`.
         direction (str): `"unidirectional"` or `"bidirectional"`. Default: `"unidirectional"`.
         dropout (float): the probability that an element is dropped, in [0, 1]. Default: 0.
-        seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
+        seed, seed2 (int): the 64-bit random seed of dropout consists of the low 32 bits of seed, followed by the low 32
+            bits of seed2. Default: 0.
         is_training (bool): with `False` nothing is dropped, there is no reserve space, and asking for a gradient raises
             an error. Exception: in a graph that `mx.compile`, `mx.vmap` or an export traces, MLX computes the gradient
             itself. Default: `True`.

@@ -61,7 +61,7 @@ def precision(
         fail(OP, "dtype must be mx.bfloat16, mx.float16 or mx.float32", dtype)
     if predicate is not None and not callable(predicate):
         fail(OP, "predicate must be a function of a parameter's path", type(predicate).__name__)
-    # By path: all float parameters, those that are cast, and their copies in the new dtype.
+    # floats: {path: parameter} of all float parameters. old: the parameters to cast. new: their copies in `dtype`.
     floats = {key: array for key, array in flat(model) if mx.issubdtype(array.dtype, mx.floating)}
     old = {key: array for key, array in floats.items() if predicate is None or predicate(key)}
     new = {key: array.astype(dtype) for key, array in old.items()}
@@ -78,6 +78,6 @@ def precision(
 
 
 def flat(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the parameters of a model with their paths."""
+    """Return the parameters of a model as pairs (path, array); a path is such as "layers.0.Wh"."""
     found: Any = tree_flatten(model.parameters())
     return found

@@ -1,9 +1,11 @@
 """The GRU over a sequence (`gru`) and its gradient op (`gru_gradients`).
 
-T: time steps, B: sequences of the batch, I: input features, H: hidden units. `given` makes a dict of the arrays that
-are not None; `check_gru` checks the options and returns the cell; `with_norm` adds the options of a `Norm` to the cell
-and its arrays to the dict; `Call` checks the arrays, chooses an engine and runs it. Its `forward` returns (outputs by
-name, the engine that ran). `without_norm` makes a gradient op refuse the argument `norm`.
+T: time steps, B: sequences of the batch, I: input features, H: hidden units. Both functions work in the same steps:
+
+- `given` makes a dict of the arrays that are not None. `check_gru` checks the options and returns the cell.
+- `with_norm` (only `gru`) adds the options of a `Norm` to the cell, and its arrays to the dict. `without_norm` makes
+  the gradient op refuse the argument `norm`.
+- `Call` checks the arrays, chooses an engine and runs it. `Call.forward` returns (outputs by name, the chosen engine).
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ from ._norm import Norm, with_norm, without_norm
 
 
 class GRUOutput(NamedTuple):
-    """The outputs of `gru`: the sequences h [T, B, H] and gates [T, B, 3H], and the last state hT [B, H].
+    """The outputs of `gru`: the sequences h [T, B, H] and gates [T, B, 3H] (None unless `return_gates`), and the last
+    state hT [B, H].
 
     With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
     one.
@@ -83,8 +86,9 @@ def gru(
         reset (str): with `"after"` r multiplies the recurrent product of the candidate; with `"before"` r multiplies
             the h that enters this product. Default: `"after"`.
         flip_z (bool): use z as the weight of n, so that h[t] = (1 - z) h[t-1] + z n. Default: `False`.
-        mask (array, optional): factor on h[t-1] as it enters the recurrent products; broadcastable to [B, H], or to
-            [T, B, H] for a mask per step. All gates share it. The term z h[t-1] is not masked; `keep` acts on both.
+        mask (array, optional): m, a factor on h[t-1] as it enters the recurrent products; broadcastable to [B, H], or
+            to [T, B, H] for a mask per step. All gates share it. It does not multiply h[t-1] in the term z h[t-1];
+            `keep` multiplies h[t-1] everywhere.
         norm (Norm, optional): layer normalisation of the products, as in `lstm`; needs `reset="after"`.
         keep, hold, reverse, bidirectional, lengths, return_gates, training, checkpoint_every, engine, stream: as in
             `lstm`. With both directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x

@@ -1,8 +1,8 @@
 """Compute the exact results of a case (a call of an op) with the float64 oracle.
 
-fl: the arithmetic, which rounds each operation to its dtype or adds random errors. readings: keywords of `options`,
-which say how to interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`.
-`WORDS`, `OUTPUTS` and `COTANGENTS` have the oracle's name by Apple's name of an argument, a result, a cotangent.
+fl is the arithmetic of the oracle: fl(value) rounds the result of one operation to a dtype, or adds a random error.
+readings are keywords of `options`: they say how to interpret points that Apple's documentation leaves open, for example
+`hard_sigmoid="x/6"`.
 """
 
 from typing import Any
@@ -18,9 +18,10 @@ WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": 
 WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
 """The oracle's name for each argument of MPSGraph. For two directions, the oracle and MPSGraph use the same layouts."""
 
-OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}  # MPSGraph's results, and the oracle's names for them
-COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}  # of which result each is
-HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}  # slopes, and the oracle's names
+OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}  # the oracle's name for each result of MPSGraph
+# For each cotangent of MPSGraph the oracle's name of the result to which it belongs.
+COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}
+HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}  # the oracle's name by slope
 
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
@@ -42,8 +43,8 @@ def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
 
 
 def kink_distance(case: CompareCase, **readings: str) -> float:
-    """Return the smallest distance of an argument of relu or hard_sigmoid from a kink, where rounding makes
-    gradients jump."""
+    """Return the smallest distance of an argument of relu or hard_sigmoid in a case from a kink. At a kink the slope
+    jumps, so near it a rounding error can change gradients by much."""
     return distance(**call_of(case, **readings))
 
 

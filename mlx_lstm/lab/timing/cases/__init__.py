@@ -1,4 +1,4 @@
-"""The benchmark cases, each with its sizes, passes and contenders (implementations to measure)."""
+"""All benchmark cases, each with its sizes, passes and contenders (implementations to measure)."""
 
 import importlib
 import importlib.util
@@ -19,14 +19,12 @@ __all__ = ["CASES", "BenchCase", "find_contender", "is_installed"]
 class BenchCase(NamedTuple):
     """A benchmark case: one computation that several contenders (implementations) run.
 
-    sizes: the sizes measured by default.
-    passes: the names of the tensors that each pass ("forward", "backward") of the case computes.
-    default_passes: the passes measured by default.
-    contenders: the implementations, by their name on the command line.
-    references: the contenders by whose time all other times are divided.
-    draw: draw(size, dtype) returns random inputs.
-    judge: judge(inputs, dtype, backward=) returns a `Judge`, which compares results with float64.
-    cell, bidirectional: the cell, and whether there are two directions. The choice of an engine depends on both.
+    sizes: the sizes measured by default. passes: the passes of the case, such as "forward", each with the names of the
+    results that it computes. default_passes: the passes measured by default. contenders: the implementations, by their
+    name on the command line. references: the contenders by whose times the times of all others are divided. draw:
+    draw(size, dtype) returns random inputs. judge: judge(inputs, dtype, backward=) returns a `Judge`, which compares
+    results with float64. cell, bidirectional: the cell, and whether there are two directions. The choice of an engine
+    depends on both.
     """
 
     sizes: tuple[Size, ...]
@@ -89,8 +87,8 @@ CASES = {
 
 
 def find_contender(name: str, case: str = "lstm") -> Contender:
-    """Return an implementation to measure: a contender of a benchmark case by its name, or the attribute of any
-    module, named "module:attribute"."""
+    """Return the contender (implementation to measure) with this name. It is a contender of a benchmark case or, for a
+    name "module:attribute", an object `Contender` in a module of the user."""
     known = CASES[case].contenders
     if name in known:
         return known[name]
