@@ -136,7 +136,8 @@ class BackwardSweep:
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
         self.mask: Any = step_mask(v, problem)
-        self.step: StepBackward = StepBackward(problem, v, saved, exposes="gates" in dv)
+        gates_have_cotangents = "gates" in dv
+        self.step: StepBackward = StepBackward(problem, v, saved, gates_have_cotangents)
         self.products: WeightGradients = products
         self.out: Views = products.out
         has_c = "c" in saved
