@@ -97,12 +97,12 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     i, f, z, o = a
     _, c, n, m = state
     f = m - mx.logaddexp(0, -f)  # log sigmoid(f) + m
-    # d: the first term of the maximum m' minus the second. Where n = 0, d = 0 selects the second term, m' = i. With the
-    # first term a very negative i would make i' and n' 0 there, and h would be 0 / 0.
+    # The new m is the larger one of f and i, and d = f - i tells which it is. Where n = 0, d is set to 0, which selects
+    # i. If m were f there, a very negative i would make the new n 0, and h would be 0 / 0.
     d = mx.where(n == 0, 0, f - i)
     m = mx.where(d > 0, f, i)
-    # f' or i' is 1, so one exponential e is enough. e is not written as exp(-abs(d)), because MLX's gradient of abs at
-    # d = 0 is 0.
+    # The new gates are exp(f - m) and exp(i - m). One of them is 1, so one exponential e is enough. e is not written as
+    # exp(-abs(d)), because MLX's gradient of abs at d = 0 is 0.
     e = mx.exp(mx.where(d > 0, -d, d))
     i, f = mx.where(d > 0, e, 1), mx.where(d > 0, 1, e)
     c, n = f * c + i * mx.tanh(z), f * n + i
@@ -126,8 +126,9 @@ def augru(a: Arrays, state: Arrays, attention: Array) -> tuple[Array, ...]:
     r"""Run a step of a GRU whose update gate is scaled by attention (AUGRU; Zhou et al., "DIEN", arXiv:1809.03672).
 
     The gates are r, u, n, the state is h. The input `attention`, an array [T, B, 1], is one score per step and
-    sequence. Call `pointwise` with `apart=True`: each gate is then a pair, its parts from x and from h. :math:`u' =
-    attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`, with n as in `gru`.
+    sequence. Call `pointwise` with `apart=True`: the gate n, for example, is then a pair (x_n, p_n), its part from x
+    and its part from h. In the equations r and u are the sums of their parts. :math:`n = \tanh(x_n + \sigma(r) p_n)`,
+    :math:`u' = attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`.
     """
     (xr, hr), (xu, hu), (xn, hn) = a
     (h,) = state

@@ -41,7 +41,8 @@ def __getattr__(name: str) -> Any:
 
 
 def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
-    """Return the weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.
+    """Return the weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`. I: input
+    features, H: units.
 
     Keras' gate order i, f, c, o is the default `gate_order` here. The kernels are transposed. The effect of
     `unit_forget_bias` is in the bias already. `mlx_lstm.tf.block_lstm_v2` takes Keras' arrays as they are: w =
@@ -49,7 +50,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H] and maybe [4H].
-        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
+        more: further arrays, which raise an error: use `bidirectional_from_keras` for the arrays of both directions.
 
     Returns:
         dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H], each in the dtype of Keras' array. MLX
@@ -69,8 +70,8 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
-    """Return the list for `keras_layer.set_weights`, the inverse of `lstm_from_keras`. The arrays are float32;
-    float64 stays float64.
+    """Return the list for `keras_layer.set_weights`, the inverse of `lstm_from_keras`. The arrays are float32; float64
+    stays float64. I: input features, H: units.
 
     Args:
         Wx, Wh, b (array): [4H, I], [4H, H], [4H], gate order i, f, g, o; `None` for a layer with `use_bias=False`.
@@ -83,7 +84,8 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
 
 
 def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
-    """Return the weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx_lstm.nn.GRU`.
+    """Return the weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx_lstm.nn.GRU`. I: input
+    features, H: units.
 
     A layer with `reset_after=True`, Keras' default, equals `gru` with default options; a layer with `reset_after=False`
     equals `gru` with `reset="before"`. Keras' gate order z, r, h becomes r, z, n. With `reset_after=True` Keras has two
@@ -92,7 +94,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`. kernel is [I, 3H], recurrent_kernel [H, 3H], bias
             [2, 3H], or [3H] with `reset_after=False`, or absent.
-        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
+        more: further arrays, which raise an error: use `bidirectional_from_keras` for the arrays of both directions.
 
     Returns:
         dict: `Wx` [3H, I] and `Wh` [3H, H]. If there is a bias, also `b` [3H] and, with `reset_after=True`, `bhn` [H].
@@ -114,8 +116,8 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
 def gru_to_keras(
     Wx: mx.array, Wh: mx.array, b: mx.array | None = None, bhn: mx.array | None = None, *, reset_after: bool = True
 ) -> list[np.ndarray]:
-    """Return the list for `keras_layer.set_weights`, the inverse of `gru_from_keras`. The arrays are float32;
-    float64 stays float64.
+    """Return the list for `keras_layer.set_weights`, the inverse of `gru_from_keras`. The arrays are float32; float64
+    stays float64. I: input features, H: units.
 
     With `reset_after=True` the bias of z and r is stored in the first of Keras' two biases, and the second is 0 for
     z and r. So the two biases of a Keras layer may come back as other numbers with the same sum, and the same outputs.
@@ -139,11 +141,12 @@ def gru_to_keras(
 
 
 def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
-    """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`; pass the layer's `activation`.
+    """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`, to which you also pass the
+    layer's `activation`. I: input features, H: units.
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H] and maybe [H].
-        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
+        more: further arrays, which raise an error: use `bidirectional_from_keras` for the arrays of both directions.
 
     Returns:
         dict: `Wx` [H, I], `Wh` [H, H] and, if there is a bias, `b` [H], each in the dtype of Keras' array. In
@@ -163,8 +166,8 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
 
 
 def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
-    """Return the list for `keras_layer.set_weights`, the inverse of `rnn_from_keras`. The arrays are float32;
-    float64 stays float64.
+    """Return the list for `keras_layer.set_weights`, the inverse of `rnn_from_keras`. The arrays are float32; float64
+    stays float64. I: input features, H: units.
 
     Args:
         Wx, Wh, b (array): [H, I], [H, H], [H]; `None` for a layer with `use_bias=False`.
@@ -178,7 +181,7 @@ def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[
 
 def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Sequence[Any]) -> dict[str, Any]:
     """Return the weights of a `keras.layers.Bidirectional` as arguments of `lstm`, `gru` or `rnn` with
-    `bidirectional=True`.
+    `bidirectional=True`. I: input features, G: gates, H: units.
 
     The h of `lstm`, `gru` or `rnn` then equals the output of a layer with `return_sequences=True` and Keras' default,
     `merge_mode="concat"`. For the other modes add, average or multiply the halves of h. Without `return_sequences` the

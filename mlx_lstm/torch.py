@@ -231,7 +231,7 @@ class Layers(Advised):
         hold: Hold,
     ) -> tuple[mx.array, Arrays]:
         """Run all layers. Return h of the last layer at every step, and a dict of the last states of all layers: an
-        array [layers x directions, batch, width] for h and, in an LSTM, for c.
+        array [layers x directions, batch, width] for h and, in an LSTM, for c. L, N: steps, sequences.
 
         `cell` is the formula of a step. `states` has the states before the first step by name, "h" and "c"; `None`
         stands for zeros. The other arguments are options, `None` if absent: `lengths` [N], the number of steps of each
@@ -291,7 +291,7 @@ class Layers(Advised):
     def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
         """Return a `mlx_lstm.nn.Stepper`: an object that runs one time step per call and keeps the states inside. It
         computes the same as the layer in evaluation mode, with much less work per step, but has no gradient. torch has
-        no such method.
+        no such method. I: input features.
 
         Args:
             batch (int or sequence of int): N, the sizes of the batch axes of a step's input [N, I]. Default: none, the
@@ -299,7 +299,8 @@ class Layers(Advised):
 
         Returns:
             Stepper: called as `stepper(x, keep=None)` with x [N, I] of MLX or NumPy, it returns the last layer's h
-            [N, S] as the same kind of array; S is the width of h. Its states have the shapes of `hx`.
+            [N, S] as the same kind of array; S is the width of h. Its states have the shapes of the argument `hx` of a
+            call.
 
         Raises:
             ValueError: the layer is bidirectional, or the call is inside a transformation of MLX.
@@ -396,7 +397,7 @@ class Layers(Advised):
 
 def swapped(batched: bool, sequence: Any) -> Any:
     """Convert a sequence [N, L, .] to [L, N, .] or back. Without a batch (`batched` is False), convert [L, .] to [L, 1,
-    .] or back."""
+    .] or back. L, N: steps, sequences."""
     if batched:
         return sequence.swapaxes(0, 1)
     return sequence[:, None] if sequence.ndim == 2 else sequence[:, 0]
@@ -442,7 +443,8 @@ class LSTM(Layers):
         hidden_size (int): size of the cell state, H.
         num_layers (int): K; a layer's input is the output of the one below. Default: 1.
         bias (bool): whether there are biases. Default: `True`.
-        batch_first (bool): input and output are [N, L, .], not [L, N, .]; states are not affected. Default: `False`.
+        batch_first (bool): the batch axis of input and output comes before the time axis, not after it; states are not
+            affected. Default: `False`.
         dropout (float): in training, the probability, in [0, 1], with which an element of a layer's output becomes 0
             before the next layer reads it; drawn from `mx.random`, or from the key of a call. It has no effect on a
             single layer. Default: 0.
@@ -501,7 +503,8 @@ class LSTM(Layers):
         hold: Hold = None,
     ) -> tuple[Input, tuple[mx.array, mx.array]]:
         """Return the last layer's h at every step, and the last states of all layers. Sizes: L steps, N batch, K
-        layers, D directions, H units, S the width of h (H or `proj_size`).
+        layers, D directions, H units, S the width of h (H or `proj_size`). I: input features, P: the steps of all
+        sequences of a packed input.
 
         Args:
             input (array or PackedSequence): [L, N, I]; [N, L, I] with `batch_first`; or [L, I]. A packed sequence has
@@ -589,7 +592,8 @@ class GRU(Layers):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[Input, mx.array]:
-        """Return the last layer's h at every step, and the last h of all layers.
+        """Return the last layer's h at every step, and the last h of all layers. Sizes: L steps, N sequences, I
+        features, K layers, D directions, H units; P: the steps of all sequences of a packed input.
 
         Args:
             input (array or PackedSequence): [L, N, I]; [N, L, I] with `batch_first`; or [L, I]. A packed sequence has
@@ -668,7 +672,7 @@ class RNN(Layers):
         hold: Hold = None,
     ) -> tuple[Input, mx.array]:
         """Return (output, h_n): the last layer's h at every step [L, N, D H], and the last h of all layers [K D, N, H].
-        Sizes: L steps, N batch, K layers, D directions, H units.
+        Sizes: L steps, N batch, I features, K layers, D directions, H units.
 
         `input` is [L, N, I] or a `PackedSequence`; the output is then packed like it. The other arguments are optional.
         `hx` [K D, N, H]: the first h. `lengths` [N]: the number of steps of each sequence. `key`: the random key of
@@ -754,7 +758,8 @@ class Cell(Layers):
 
     def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
         """Run one step. Return {name: state} after it, each [N, H], or [H] for an input [I]. cell: the formula of the
-        step. input: [N, I] or [I]. states: the states before the step by name, "h" and "c"; `None` stands for zeros."""
+        step. input: [N, I] or [I]. states: the states before the step by name, "h" and "c"; `None` stands for zeros. N,
+        I, H: sequences, features, units."""
         batched = not isinstance(input, mx.array) or input.ndim != 1  # a wrong type is refused by `check_array` below
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
         why = f", as input is {'[N, I]' if batched else '[I]'} = {list(input.shape)},"
@@ -815,7 +820,7 @@ class LSTMCell(Cell):
 
     @advised
     def __call__(self, input: mx.array, hx: tuple[mx.array, mx.array] | None = None) -> tuple[mx.array, mx.array]:
-        """Return the states after a step.
+        """Return the states after a step. Sizes: N sequences, I features, H units.
 
         Args:
             input (array): [N, I] or [I].
@@ -833,7 +838,7 @@ class GRUCell(Cell):
     one direction.
 
     Parameters: `weight_ih` [3H, I], `weight_hh` [3H, H], `bias_ih`, `bias_hh` [3H]; gate order r, z, n. The arguments
-    are those of `LSTMCell`.
+    are those of `LSTMCell`. I: input features, H: units.
 
     Example:
         >>> import mlx.core as mx
@@ -851,7 +856,7 @@ class GRUCell(Cell):
 
     @advised
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """Return h after a step.
+        """Return h after a step. Sizes: N sequences, I features, H units.
 
         Args:
             input (array): [N, I] or [I].
@@ -865,7 +870,7 @@ class RNNCell(Cell):
     layer and one direction.
 
     Parameters: `weight_ih` [H, I], `weight_hh` [H, H], `bias_ih`, `bias_hh` [H]. The argument `nonlinearity` is "tanh"
-    or "relu"; the other arguments are those of `LSTMCell`.
+    or "relu"; the other arguments are those of `LSTMCell`. I: input features, H: units.
 
     Example:
         >>> import mlx.core as mx
@@ -896,7 +901,7 @@ class RNNCell(Cell):
 
     @advised
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """Return h after a step, [N, H] or [H].
+        """Return h after a step, [N, H] or [H]. Sizes: N sequences, I features, H units.
 
         Args:
             input (array): [N, I] or [I].

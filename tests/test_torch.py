@@ -519,7 +519,8 @@ def test_biases_whose_sum_overflows_raise_no_warning(bidirectional):
 
 
 def test_joined_parameters_are_cached_while_they_are_the_same(monkeypatch):
-    joined, known = [], len(weights._cached)
+    joined = []
+    monkeypatch.setattr(weights, "_cached", {})  # without entries of other tests, which may end at any moment
     monkeypatch.setattr(ours, "join", lambda each: joined.append(len(each)) or join(each))
     x = mx.random.normal((3, 2, I))
 
@@ -533,13 +534,13 @@ def test_joined_parameters_are_cached_while_they_are_the_same(monkeypatch):
             update()
             joined.clear()
             first, second = layer(x)[0], layer(x)[0]
-            assert joined == [2] and len(weights._cached) == known + 1
+            assert joined == [2] and len(weights._cached) == 1
             derived = mx.vjp(lambda x: [layer(x)[0]], [x], [first])[0][0]  # nothing is cached inside a vjp
             for other in (second, derived):
                 np.testing.assert_array_equal(np.array(other), np.array(first))
 
     check(ours.GRU(I, H, bidirectional=True))
-    assert len(weights._cached) == known
+    assert not weights._cached
 
 
 def test_compile_and_export(tmp_path):

@@ -107,8 +107,8 @@ class Group(NamedTuple):
     form: str
 
     def title(self, leaf: str) -> str:
-        """Return the key of the array with this leaf, such as weight_ih. If the file lacks the array, return the key
-        that it would have."""
+        """Return the full key of the array whose name in keys is `leaf`, such as weight_ih. If the file lacks the
+        array, return the key that it would have."""
         return self.keys.get(leaf, self.form.replace("\0", leaf))
 
 
@@ -159,8 +159,8 @@ def merged(path: str, found: re.Match[str]) -> str:
 
 
 def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
-    """Return a regular expression that matches the keys of a template such as "{name}.{layer}.{array}". Its groups have
-    the names of the template's fields. ways: the names of both directions, for the field {way}."""
+    """Return a regular expression that matches the keys of a template such as "{name}.{layer}.{array}". The groups of
+    the expression have the names of the template's fields. ways: the words for both directions, for the field {way}."""
     # ANY_WORD is a regular expression that matches any word for an array, such as weight_ih: the keys of `ENTRIES`.
     fields = {"{name}": "(?P<name>.*?)", "{layer}": r"(?P<layer>\d+)", "{array}": f"(?P<array>{ANY_WORD})"}
     fields["{way}"] = f"(?P<way>{'|'.join(map(re.escape, ways))})"
@@ -487,13 +487,13 @@ def weights_of(
         # The group of this layer and direction; else the group of both directions; else, for a missing layer, any
         # group.
         group = stack.get((layer, way)) or stack.get((layer, 0)) or next(iter(stack.values()))
-        leaves = [leaf for leaf, ours in ENTRIES.items() if ours == word]  # those of this array in all formats
+        leaves = [leaf for leaf, ours in ENTRIES.items() if ours == word]  # this array's leaves in all formats
         leaf = next((leaf for leaf in leaves if leaf in group.keys), None)
         # In an error text a file's single bias stands for bx or bh. If the file has none of the leaves, take torch's.
         leaf = leaf or next((leaf for leaf in ("bias", "b") if word in ("bx", "bh") and leaf in group.keys), leaves[0])
         if (layer, way) in stack or not group.numbered:
             return group.title(leaf)
-        # The layer or direction is missing, so `group` is that of another one and its keys have other numbers.
+        # The layer or direction is missing. `group` belongs to another one, so its keys contain other numbers.
         return f"{leaf} of layer {layer}, {WAYS[way]}" + (" (the numbers begin at 0)," if not layer else "")
 
     first = next(iter(stack.values()))

@@ -20,7 +20,8 @@ from ._buffer import Attributes, Layout, check_params, layout
 
 
 class CudnnRNNParamsToCanonicalOutput(NamedTuple):
-    """The arrays of a parameter buffer in the buffer's order: `weights`, the matrices, and `biases`, each [H]."""
+    """The arrays of a parameter buffer in the buffer's order: `weights`, the matrices, and `biases`, each [H]. H: the
+    number of units."""
 
     weights: list[mx.array]
     biases: list[mx.array]
@@ -54,7 +55,7 @@ def cudnn_rnn_params_size(
         input_mode (str): `"linear_input"`, `"skip_input"` (layer 0 has no input matrices) or `"auto_select"`.
         direction (str): `"unidirectional"` or `"bidirectional"`.
         dropout, seed, seed2: checked as in `cudnn_rnn`, but without effect here.
-        num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 for no projection. Default: 0.
 
     Returns:
         array: the size, [1].
@@ -105,7 +106,7 @@ def cudnn_rnn_params_to_canonical(
 
     Returns:
         CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate, then R_g [H,
-        S]; and biases [H] in the same order. With skip_input the W_g of layer 0 are [H, 0]; the original op fails in
+        S]; and biases [H] in the same order. With skip_input the W_g of layer 0 are [H, 0]; TensorFlow's op fails in
         this case.
 
     Example:
@@ -137,19 +138,21 @@ def cudnn_rnn_params_to_canonical_v2(
     seed2: int = 0,
     num_proj: int = 0,
 ) -> CudnnRNNParamsToCanonicalOutput:
-    """Split the parameter buffer of layers that may have a projection: TensorFlow's CudnnRNNParamsToCanonicalV2.
+    """Split the parameter buffer of layers that may have a projection: TensorFlow's CudnnRNNParamsToCanonicalV2. H: the
+    number of units.
 
     Args:
         num_params_weights (int): the number of weights; an lstm with projection has 9 per layer and direction.
         num_params_biases (int): the number of biases.
-        num_proj (int): P, for an lstm only; 0 for no projection. The original op refuses 0. Default: 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 for no projection. TensorFlow's op refuses 0.
+            Default: 0.
         num_layers, num_units, input_size, params, rnn_mode, input_mode, direction, dropout, seed, seed2: the sizes, the
             buffer and the kind of the layers, as in `cudnn_rnn_params_to_canonical`.
 
     Returns:
         CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate g, which
-        multiplies the input; then R_g of every gate, which multiplies h; then the matrix of the projection [P, H].
-        biases: [H] each, in the order of the W_g and R_g.
+        multiplies the layer's input of width in; then R_g of every gate, which multiplies h; then the matrix of the
+        projection [P, H]. biases: [H] each, in the order of the W_g and R_g.
 
     Example:
         >>> import mlx.core as mx
@@ -184,9 +187,9 @@ def cudnn_rnn_canonical_to_params(
     Args:
         num_layers, num_units, input_size (int): the number of layers L, of units H and of input features I.
         weights (sequence of arrays): for each layer and direction the matrices W_g [H, in] of every gate g, which
-            multiply the input, then R_g [H, H], which multiply h.
-        biases (sequence of arrays): the biases [H] in the same order. Of these arrays and of the weights only the
-            number of elements is checked, not the shape.
+            multiply the layer's input of width in, then R_g [H, H], which multiply h.
+        biases (sequence of arrays): the biases [H] in the same order. For all these arrays only the number of elements
+            is checked, not the shape.
         rnn_mode, input_mode, direction, dropout, seed, seed2: the kind of the layers, as in
             `cudnn_rnn_params_to_canonical`.
 
@@ -222,9 +225,10 @@ def cudnn_rnn_canonical_to_params_v2(
     num_proj: int = 0,
 ) -> mx.array:
     """Join the arrays of layers that may have a projection into the buffer: TensorFlow's CudnnRNNCanonicalToParamsV2.
+    H: the number of units.
 
     Args:
-        num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 for no projection. Default: 0.
         All other arguments: the sizes, arrays and kind of the layers, as in `cudnn_rnn_canonical_to_params`. `weights`
             has for each layer and direction the matrices that multiply the input, one per gate, then the matrices that
             multiply h, one per gate, and last, with a projection, its matrix [P, H].

@@ -172,13 +172,13 @@ class Stack(NamedTuple):
 
     def convert_shape(self, shape: Sequence[Any]) -> list[Any]:
         """Convert the shape of a sequence [T, N, .] or of states [L D, N, .] to the caller's layout, or back: if
-        `time_major` is False, the first two axes change places."""
+        `time_major` is False, the first two axes change places. T, N, L, D: steps, batch, layers, directions."""
         first, second, *rest = shape
         return [first, second, *rest] if self.time_major else [second, first, *rest]
 
     def convert_sequence(self, array: mx.array) -> mx.array:
         """Convert a sequence from the caller's layout to [T, N, .], or back: if `time_major` is False, the first two
-        axes change places."""
+        axes change places. T, N: steps, batch."""
         return array if self.time_major else mx.swapaxes(array, 0, 1)
 
     def convert_states(self, array: mx.array) -> mx.array:
@@ -208,7 +208,7 @@ class Stack(NamedTuple):
     def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
         """Check arrays and attributes. Return the layout of the parameter buffer, and the sequence lengths [N], or None
         if all lengths equal T. inputs: input, input_h, input_c and params. The number of layers and units is read from
-        the shapes of the states."""
+        the shapes of the states. N: the batch size, T: the number of steps."""
         op, attributes, (input, input_h, input_c, params) = self.op, self.attributes, inputs
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
@@ -270,7 +270,7 @@ def run_layers(
     """Run all layers; return for each a dict of the outputs of the recurrence (h, hT, ...) and the dropout factors on
     the layer's h. params: the parameter buffer. x [T, N, I]: the stack's input. first: the first states h0 and c0 of
     all layers. factors: for each layer its dropout factors or None. options: lengths, engine, training and
-    checkpoint_every, as the functions of `OPS`, which run one layer, take them."""
+    checkpoint_every, as the functions of `OPS`, which run one layer, take them. T, N, I: steps, batch, features."""
     # saves_gates: whether the reserve space needs the gates. A plain RNN (one gate) saves none, because its gradient is
     # computed from h.
     results, saves_gates = [], options["training"] and options["checkpoint_every"] is None and where.G > 1
@@ -296,8 +296,7 @@ def run_layers_backward(
 
     saved: for each layer a dict of what the forward pass saved: h, gates, c, and the dropout factors on h, "factors".
     cotangents: the incoming gradients "dh" [T, N, .] of the top layer's h, and "dhT" and "dcT" [L, N, .] of the states
-    of all layers after the last step.
-    """
+    of all layers after the last step. L, T, N: layers, steps, batch."""
     weights, gradients, last = layer_arrays(where, params), [], dict(cotangents)
     dh = last.pop("dh")
     # input_factors[n]: the dropout factors on the input of layer n, which is h of layer n - 1; None for layer 0. Pop
@@ -323,7 +322,8 @@ def scaled(h: mx.array, factors: mx.array | None) -> mx.array:
 def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, states: Arrays) -> dict[str, Any]:
     """Return a layer's arrays and options as arguments of `mlx_lstm.recurrence`. weights: the layer's arrays in the
     parameter buffer: Wx, Wh, the biases bW and bR [D, G H] of the input's and the recurrent product and, with a
-    projection, its matrix Wp. x: what the layer reads. states: the first states h0 and c0 of all layers."""
+    projection, its matrix Wp. x: what the layer reads. states: the first states h0 and c0 of all layers. D, G, H:
+    directions, gates, units."""
     arrays: dict[str, Any] = {name: weights[name] for name in ("Wh", "Wp") if name in weights}
     arrays |= {name: of_all[layer] for name, of_all in states.items()}
     # biases: b, the sum of both, and for a GRU also bhn. Their directions [D, .] become one axis.

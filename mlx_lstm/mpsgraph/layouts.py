@@ -75,7 +75,7 @@ def translated(
 def check_layouts(op: str, arrays: Given, G: int, bidirectional: bool) -> dict[str, Any]:
     """Check the layout of every array but the mask. Return the arrays that are not None, with states as [N, .], without
     a leading axis of 1. arrays: by Apple's names. G: the op's number of gates. `REQUIRED` names the arrays that must
-    not be None, `LEADING_ONE` the states."""
+    not be None, `LEADING_ONE` the states. N: the batch size."""
     present: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None or name in REQUIRED}
     expected = layouts(G, bidirectional, "input_weight" in present)
     for name in present.keys() & set(REQUIRED):
@@ -123,7 +123,8 @@ def title(name: str) -> str:
 
 def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -> mx.array:
     """Check the mask and convert it to the mask of `mlx_lstm.recurrence`, which broadcasts to [N, D H] or, with
-    mask_layout "steps", to [T, N, D H]. arrays: the op's arrays by Apple's names."""
+    mask_layout "steps", to [T, N, D H]. arrays: the op's arrays by Apple's names. T, N, D, H: steps, batch, directions,
+    units."""
     mask, source, H = arrays["mask"], arrays["source"], arrays["recurrent_weight"].shape[-1]
     check_array(op, "mask", mask, None, source.dtype)  # None: its shape is checked below
     (T, N, _), D, DH = source.shape, 2 if bidirectional else 1, "2H" if bidirectional else "H"

@@ -74,7 +74,8 @@ class Recurrence(nn.Module):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, Any]:
-        """Return the last layer's h at every step, and the last states of all layers.
+        """Return the last layer's h at every step, and the last states of all layers. Sizes: B sequences, T time steps,
+        I input features, H hidden units, P the width of h.
 
         Args:
             x (array): [B, T, I].
@@ -122,6 +123,7 @@ class Recurrence(nn.Module):
 
     def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
         """Return a `Stepper`: an object that runs one time step of all layers per call and keeps the states inside.
+        Sizes: I input features, P the width of h; "..." stands for the batch axes.
 
         Args:
             batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none.
@@ -145,7 +147,8 @@ class Recurrence(nn.Module):
 def from_weights(
     weights: Weights, *, checkpoint_every: int | str | None = None, engine: Engine | None = None
 ) -> Recurrence:
-    """Return a trainable layer with these weights. Their cell may have any options.
+    """Return a trainable layer with these weights. Their cell may have any options. Sizes: B sequences, T time steps, I
+    input features.
 
     Use it for weights that `LSTM`, `GRU` and `RNN` cannot hold: several layers, both directions, a GRU that resets
     before the product (ONNX's default), peepholes, a clip, other activations, a projection. The layer equals

@@ -102,7 +102,8 @@ class Layer(Advised):
 
     def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
         """Return a `Stepper`: an object that runs one time step per call and keeps the states inside. It computes the
-        same as the method `step` with much less work per step, but has no gradient.
+        same as the method `step` with much less work per step, but has no gradient. Sizes: D features, H hidden units;
+        "..." stands for the batch axes.
 
         Args:
             batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none, the input is
@@ -176,7 +177,8 @@ class Layer(Advised):
         is_step: bool = False,
     ) -> list[mx.array]:
         """Run all time steps. Return the states at every step, h and for an LSTM c, each [..., L, H]. With `is_step`
-        run one step: x is [..., D] and the results are [..., H].
+        run one step: x is [..., D] and the results are [..., H]. L: steps, D: features, H: hidden units; "...": the
+        batch axes.
 
         states: the states before the first step by the names of the caller's arguments, "hidden" and "cell"; None
         stands for zeros. lengths [...]: the number of steps of each sequence. keep [..., L]: a factor on the states
@@ -236,7 +238,7 @@ class LSTM(Layer):
 
     Parameters: `Wx` [4H, D], `Wh` [4H, H], `bias` [4H]; gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
-    A layer is one direction of one layer. `mlx_lstm.nn.stack` runs several layers and both directions, and
+    This class is a single layer in one direction. `mlx_lstm.nn.stack` runs several layers and both directions;
     `mlx_lstm.torch.LSTM` has them as options.
 
     In evaluation mode (`layer.eval()`) a call saves nothing for the gradient, so it takes less memory; a gradient
@@ -306,7 +308,8 @@ class LSTM(Layer):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
-        """Return the hidden and the cell state at every step.
+        """Return the hidden and the cell state at every step. Sizes: L time steps, D features, H hidden units; "..."
+        stands for the batch axes.
 
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
@@ -343,7 +346,8 @@ class LSTM(Layer):
         keep: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Return the hidden and the cell state after one step, for input that arrives one step at a time: frames of
-        sound, moves of a game, or text that a model generates.
+        sound, moves of a game, or text that a model generates. Sizes: D features, H hidden units; "..." stands for the
+        batch axes.
 
         The results equal the results of a call with `x[..., None, :]`, but have no axis of time. `engine_used`,
         gradients and `mx.compile` work as for a call. On a CPU a step takes less time than a call.
@@ -444,7 +448,8 @@ class GRU(Layer):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> mx.array:
-        """Return the hidden state at every step.
+        """Return the hidden state at every step. Sizes: L time steps, D features, H hidden units; "..." stands for the
+        batch axes.
 
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
@@ -459,7 +464,8 @@ class GRU(Layer):
         return self._run(x, {"hidden": hidden}, lengths, keep, hold)[0]
 
     def step(self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None) -> mx.array:
-        """Return the hidden state after one step, for input that arrives one step at a time, as in `LSTM.step`.
+        """Return the hidden state after one step, for input that arrives one step at a time, as in `LSTM.step`. Sizes:
+        D features, H hidden units; "..." stands for the batch axes.
 
         Args:
             x (array): [..., D], without an axis of time; any number of batch axes, none included.
@@ -553,7 +559,8 @@ class RNN(Layer):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> mx.array:
-        """Return the hidden state at every step, [..., L, H], for x [..., L, D].
+        """Return the hidden state at every step, [..., L, H], for x [..., L, D]. Sizes: L time steps, D features, H
+        hidden units; "..." stands for the batch axes.
 
         The other arguments are optional. `hidden` [..., H]: the state before the first step. `lengths` [...]: the
         number of steps of each sequence. `keep` [..., L]: factors on the state before each step. `hold` [..., L]: true
@@ -563,7 +570,8 @@ class RNN(Layer):
 
     def step(self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None) -> mx.array:
         """Return the hidden state after one step, [..., H]. x is [..., D], `hidden` [..., H] is the state before the
-        step (default: zeros), and `keep` [...] is a factor on this state: 0 where an episode begins."""
+        step (default: zeros), and `keep` [...] is a factor on this state: 0 where an episode begins. D: features, H:
+        hidden units; "...": the batch axes."""
         return self._run(x, {"hidden": hidden}, keep=keep, is_step=True)[0]
 
     def _run(
@@ -602,8 +610,8 @@ class RNN(Layer):
         options |= {"lengths": flat_lengths(op, lengths, tuple(batch)), "checkpoint_every": self.checkpoint_every}
         # `pointwise` takes x [L, B, D], with one batch axis and the time first.
         given = arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]
-        # cell: `activated` bound to the nonlinearity as a method. Two such methods of the same function are equal, as
-        # two lambdas would not be. So `pointwise` traces the cell (finds its graph of operations) only once.
+        # cell: `activated` bound to the nonlinearity as a method. Two such methods of the same function are equal; two
+        # lambdas would not be. So `pointwise` traces the cell (finds its graph of operations) only once.
         cell, x = MethodType(activated, self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)
         try:
             h, _ = pointwise(cell, x, *given, **options, training=self.training, engine=self.engine)
@@ -728,7 +736,8 @@ def activated(
 
 def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
     """Check that x is a layer's input [..., L, D], or the input [..., D] of a step. D: the columns of the weight Wx. If
-    x has another D, first check whether the wrong kind of weights, quantized or float, was loaded into the layer."""
+    x has another D, first check whether the wrong kind of weights, quantized or float, was loaded into the layer. L:
+    steps; "...": the batch axes."""
     if not isinstance(x, mx.array):
         fail(op, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:

@@ -52,7 +52,7 @@ class Pointwise(nn.Module):
     The input has shape [B, L, D]. Parameters: `Wx` [G H, D], `Wh` [G H, H] unless `recurrent=False`, `bias` [G H], and
     a list `params` of arrays [H], all drawn from U(-1/sqrt(H), 1/sqrt(H)), as in `mlx.nn.LSTM`. With
     `bidirectional=True` they hold the forward direction first: `Wx` [2 G H, D], `Wh` [2, G H, H], `bias` [2 G H],
-    `params` [2H]. `mlx_lstm.nn.stack` and `mlx_lstm.nn.stepper` run several such layers.
+    `params` [2H]. `mlx_lstm.nn.stack` and `mlx_lstm.nn.stepper` run several such layers. B: sequences, L: time steps.
 
     Args:
         cell (callable): `cell(a, state, *inputs, *params) -> state`, as in `mlx_lstm.pointwise`, where a holds the
@@ -182,7 +182,8 @@ class Pointwise(nn.Module):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, tuple[mx.array, ...]]:
-        """Return h at every step, and the states after the last step processed.
+        """Return h at every step, and the states after the last step processed. Sizes: B sequences, L time steps, D
+        features, H hidden units.
 
         Args:
             x (array): input, [B, L, D].
@@ -237,7 +238,7 @@ class Pointwise(nn.Module):
         keep: mx.array | None = None,
     ) -> tuple[mx.array, ...]:
         """Return all states after one step, h first, for input that arrives one step at a time. It equals a call with
-        an x of one step, and has its gradient.
+        an x of one step, and has its gradient. Sizes: B sequences, D features, H hidden units.
 
         Args:
             x (array): input of the step, [B, D].
@@ -271,7 +272,8 @@ class Pointwise(nn.Module):
 
     def stepper(self, batch: int | Sequence[int] = (), *, inputs: int = 0) -> Stepper:
         """Return a `Stepper`: an object that runs one time step per call and keeps the states inside. It computes the
-        same as the method `step` with much less work per step, but has no gradient.
+        same as the method `step` with much less work per step, but has no gradient. Sizes: D features, H hidden units;
+        "..." stands for the batch axes.
 
         Args:
             batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none, the input is
@@ -332,7 +334,7 @@ class Pointwise(nn.Module):
 
     def _first_states(self, state: Any, B: int, dtype: mx.Dtype) -> list[mx.array]:
         """Check the first states that the caller passed. Return them as a list. If `state` is None, return zeros of
-        this dtype, each [B, H], or [B, 2H] with both directions."""
+        this dtype, each [B, H], or [B, 2H] with both directions. B, H: sequences, hidden units."""
         count, shape = self._own_cell.states, [B, self._width]
         if state is None:
             return [mx.zeros(shape, dtype)] * count

@@ -151,7 +151,8 @@ def stack(
     checkpoint_every: int | str | None = None,
     engine: Engine | None = None,
 ) -> tuple[mx.array, Any]:
-    """Run a stack of recurrent layers, in one or both directions, from their parameters.
+    """Run a stack of recurrent layers, in one or both directions, from their parameters. Sizes: B sequences, T time
+    steps, D features, H hidden units.
 
     The layers may be those of `mlx.nn`, of `mlx_lstm.nn`, or any objects that have such parameters. Use this function
     for models that hold their layers in lists or in attributes: the layers stay where they are, so the names in a
@@ -279,7 +280,7 @@ def stack(
 
 
 def check_x(x: object, D: int) -> None:
-    """Check that x is [..., T, D], with at least one step."""
+    """Check that x is [..., T, D], with at least one step. T: steps, D: features; "...": the batch axes."""
     if not isinstance(x, mx.array):
         fail(OP, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:
@@ -301,8 +302,8 @@ def run_layer(layer: "StackedLayer", arrays: Arrays, steps: Arrays, options: dic
     the outputs by name, such as "h" and "hT".
 
     arrays: x [B, T, D], the parameters and the first states, by the names of `state_names`. steps: the option `keep`
-    [B, T] if there is one. options: the other options of a `Call`, such as lengths.
-    """
+    [B, T] if there is one. options: the other options of a `Call`, such as lengths. B, T, D: sequences, steps,
+    features."""
     names = state_names(layer.cell)
     states = {name: arrays.pop(name) for name in names if name in arrays}
     if isinstance(layer.cell, OwnCell):
@@ -324,8 +325,7 @@ def run_own_layer(
     A `Call` of such a cell takes arrays with the time first, and all states except h joined in one array. The arguments
     here have the batch first, and one array per state. own: the user's cell. states: {name: first state}; a missing
     state is zeros. steps: arrays with values for each step, such as `keep` [B, T]. options: the other options of a
-    `Call`, such as lengths.
-    """
+    `Call`, such as lengths. B, T: sequences, steps."""
     x, directions = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
     zeros = mx.zeros((x.shape[1], directions * layer.H), x.dtype)
     h0, *others = [states.get(name, zeros) for name in state_names(own)]
@@ -343,7 +343,8 @@ def run_own_layer(
 
 def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D: int) -> mx.array:
     """Call the caller's function `between` with the output x [B, T, .] of layer n. Return its result, which is the
-    input of the next layer, as [B, T, D], where D is the number of features that this layer reads.
+    input of the next layer, as [B, T, D], where D is the number of features that this layer reads. B, T: sequences,
+    steps.
 
     axes: the sizes of the axes before the features in the arrays that the caller passed, (T,) without a batch or (B,
     T). The function gets and returns arrays with these axes.
@@ -584,8 +585,8 @@ def options_apart(cell: Any, other: Any) -> list[str]:
 
 
 def check_parameters(layer: StackedLayer, D: int, first: StackedLayer) -> None:
-    """Check the shapes of the parameters of `layer`. It reads D features. All its other sizes must equal those of
-    the layer `first`. titles: what error texts call the parameters."""
+    """Check the shapes of the parameters of `layer`, which reads D features. All its other sizes must equal the sizes
+    of the layer `first`. layer.titles: what error texts call the parameters."""
     params = layer.cell.params if isinstance(layer.cell, OwnCell) else 0
     shapes = weight_shapes(layer.cell.gates, (D, first.H, first.P), params=params)
     rule = f", as a layer has the H of the first, {first.H}, and reads the one before,"

@@ -19,7 +19,8 @@ OP = "nn.stepper"
 
 
 def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: Engine | None = None) -> Stepper:
-    """Return a `Stepper` that runs one time step of a list of layers per call and keeps the states inside.
+    """Return a `Stepper` that runs one time step of a list of layers per call and keeps the states inside. Sizes: D
+    features, H hidden units, K layers; "..." stands for the batch axes.
 
     It computes the same as `stack(layers, x)` for an x of one time step, with much less work per step, but has no
     gradient. Only the forward direction is supported, because the reverse direction starts at the end of the sequence.

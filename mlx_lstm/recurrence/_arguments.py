@@ -60,8 +60,8 @@ def check_call(
 
     op: the function's name in errors. inputs: arrays and `Quantized` weights by argument name. The parts of a
     `Quantized` weight are returned as separate arrays, such as Wh, Wh_scales, Wh_biases. flags: options that must be
-    True or False, by name. batch_first: x is [B, T, I]. one_step: x is [B, I], without a time axis.
-    """
+    True or False, by name. batch_first: x is [B, T, I]. one_step: x is [B, I], without a time axis. I: the features of
+    x."""
     # To save time in each call, `check_flag` and `check_array` are called only for a wrong type, to raise the error.
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -200,9 +200,10 @@ def weight_shapes(
     """Return {name: shape} of every parameter that a cell of any kind may have. Each cell has only some of them.
 
     G: the number of gates. sizes: (I, H, P), the features of x, the units, the width of h; a string such as "I" stands
-    for any size. D: the number of directions; arrays of two directions have them one after the other, or on a first
-    axis of 2. params: the parameters per unit of a user's cell. Layer normalisation has a scale and a shift for h Wh^T
-    or for the sum x Wx^T + h Wh^T ("norm_scale", "norm_shift"), for x Wx^T ("norm_input_...") and for c ("norm_c_...").
+    for any size. D: the number of directions; an array of two directions has the rows of one after those of the other,
+    or has a first axis of 2. params: the parameters per unit of a user's cell. Layer normalisation has a scale and a
+    shift for h Wh^T or for the sum x Wx^T + h Wh^T ("norm_scale", "norm_shift"), for x Wx^T ("norm_input_scale",
+    "norm_input_shift") and for c ("norm_c_scale", "norm_c_shift").
     """
     (I, H, P), own = sizes, [2] if D == 2 else []
     shapes: dict[str, Sequence[int | str]] = {"Wx": [D * G * H, I], "b": [D * G * H], "bhn": [D * H]}
@@ -267,7 +268,7 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
 
 def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
     """Check that the mask broadcasts to `shape`, which is [T, B, D P], without enlarging `shape`. many: the number of
-    directions in the error text, "2", or "" for one."""
+    directions in the error text, "2", or "" for one. T, B, D, P: steps, batch items, directions, width of h."""
     check_array(op, "mask", mask, None, dtype)  # None: its shape is checked below
     try:
         fits = np.broadcast_shapes(mask.shape, shape) == shape
@@ -286,7 +287,7 @@ def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
     T, B, D, dtype = problem.T, problem.B, problem.directions, arrays["x"].dtype
     G, H, P = problem.cell.gates, problem.H, problem.P
     shapes = {"h": [T, B, D * P], "c": [T, B, D * H], "gates": [T, B, D * G * H], "hT": [B, D * P], "cT": [B, D * H]}
-    # The outputs that each gradient op always needs. For a plain RNN one of h and gates is enough, see below.
+    # The outputs that each gradient op always needs. A plain RNN needs one of h and gates, which is checked at the end.
     for name in {"lstm": ("gates", "c"), "gru": ("gates", "h"), "rnn": ()}[problem.cell.op]:
         check_array(op, name, saved.get(name), shapes[name], dtype)
     for name, array in saved.items():
@@ -300,8 +301,8 @@ def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
 
 
 def once(check: Check) -> Check:
-    """Return a function such as `check_lstm` with a cache of its results, because one check takes as long as a step of
-    a small layer."""
+    """Decorate a function such as `check_lstm` with a cache of its results, because one check takes as long as a step
+    of a small layer."""
     # typed: 1, 1.0 and True are different arguments, because a check may refuse one of them.
     cached = lru_cache(maxsize=256, typed=True)(check)
 

@@ -65,11 +65,11 @@ class Call(NamedTuple):
 
     cell: the kind of cell with its options. reverse: the single direction runs from the last step to the first.
     lengths: the number of steps of each batch item. engine: the engine that the user forces, or None. stream: where MLX
-    runs the call. batch_first: x and the sequences are [B, T, features], keep and hold are [B, T]; `backward` does not
-    support this option. hold: steps that leave the state unchanged. lengths_checked: the lengths need no check of their
-    range, because this package computed them. checkpoint_every: save the states of every n-th step only, or "auto".
-    one_step: x is [B, I], without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru
-    and rnn.
+    runs the call. batch_first: the batch axis is before the time axis in x, in the output sequences, in keep and in
+    hold; `backward` does not support this option. hold: steps that leave the state unchanged. lengths_checked: the
+    lengths need no check of their range, because this package computed them. checkpoint_every: save the states of every
+    n-th step only, or "auto". one_step: x is one step, [batch, features]. op: the name of the layer in error texts; ""
+    for the functions lstm, gru and rnn.
     """
 
     cell: AnyCell
@@ -140,8 +140,7 @@ class Call(NamedTuple):
         the forward pass, such as gates and c. cotangents: the gradients of outputs, by the outputs' names.
 
         Engines do not support `hold`, and take `keep` only as [T, B, D]. So a call with one of these options goes
-        through `backward_of_steps`, which converts the arrays.
-        """
+        through `backward_of_steps`, which converts the arrays. T, B, D: steps, batch items, directions."""
         op = f"{self.cell.op}_gradients"
         flags = {"reverse": self.reverse}
         arrays, packing, sizes = check_call(op, weights_and_arrays, self.cell, self.bidirectional, flags)
@@ -156,7 +155,8 @@ class Call(NamedTuple):
     ) -> Arrays:
         """Return the gradients of a call without the option `hold` (steps that leave the state unchanged). An array
         `keep` (a factor on the state) must already have the shape [T, B, D] that engines take. saved: outputs of the
-        forward pass. cotangents: the gradients of outputs, by the outputs' names."""
+        forward pass. cotangents: the gradients of outputs, by the outputs' names. T, B, D: steps, batch items,
+        directions."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
         # others: the arrays besides the arguments. `plan` checks whether they, too, have values (are not traced).
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
@@ -254,9 +254,9 @@ class Call(NamedTuple):
         return call, arrays, *call.plan(arrays, [], sizes, packing, wanted)
 
     def with_norm(self, arrays: Arrays, packing: Packing | None) -> tuple["Call", Arrays, Packing | None]:
-        """Compute the part of layer normalisation that comes before the steps. Return (call, arrays, packing) for the
-        rest. If the input's product x Wx^T is normalised, the result replaces x: the new arrays have no Wx, and the new
-        call's cell normalises only h Wh^T."""
+        """Compute the part of layer normalisation that comes before the steps. Return the (call, arrays, packing) that
+        are left for the engine. If the input's product x Wx^T is normalised, the result replaces x: then the new arrays
+        have no Wx, and the cell of the new call normalises only h Wh^T."""
         directions = 2 if self.bidirectional else 1
         cell, arrays, packing = before_steps(self.cell, arrays, packing, directions, self.batch_first)
         return self._replace(cell=cell), arrays, packing
@@ -365,8 +365,9 @@ def given(**arrays: Any) -> dict[str, Any]:
 
 
 def h_of(problem: Problem, saved: Arrays) -> mx.array:
-    """Compute the output h [T, B, D H] for a caller who did not pass it (D: directions). For an LSTM without
-    projection it is computed from the gates and c in `saved`, for a plain RNN from the preactivations."""
+    """Compute the output h [T, B, D H] for a caller who did not pass it (D: directions). For an LSTM without projection
+    it is computed from the gates and c in `saved`, for a plain RNN from the preactivations. T, B, H: steps, batch
+    items, hidden units."""
     cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
     if cell.op == "rnn":  # its output `gates` is the preactivation
         return activate(cell.activations[-1], gates)

@@ -189,7 +189,8 @@ class Attempt:
         the child's imports failed, so no kernel is to blame."""
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
-        # If the child never answered, or ended without an error, the verdict counts in this process only.
+        # If the child never answered, or ended without an error, the kernels may not be the cause. So the verdict
+        # counts in this process only.
         said = _children[-1].said() or "it said nothing"  # what the child printed on standard error
         how = f"failed: {end}" if end.code is None else f"ended {ended(end.code)}: {said}"
         verdict = verdict_of(f"its trial on this machine {how}")

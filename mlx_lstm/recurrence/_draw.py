@@ -30,14 +30,14 @@ LARGEST = 100.0
 """Limit on the absolute values of all results of a trial, far below 65,504, where float16 overflows."""
 
 HALVINGS = 30
-"""The most times that `draw` halves the random terms. If a preactivation is then still near a kink of its activation,
-the trial does not compare its gradients with the oracle."""
+"""The largest number of times that `draw` halves the random terms of the preactivations. If a preactivation is then
+still near a jump of its activation's slope, the trial does not compare its gradients with the oracle."""
 
 
 class Drawn(NamedTuple):
     """The random inputs of a trial. case: the inputs as a case for the float64 oracle, without cotangents. arrays: the
-    same arrays for MLX, quantized weights included. smooth: True if all results are small and no preactivation is near
-    a kink of its activation. Only then are the gradients compared with the oracle."""
+    same arrays for MLX, quantized weights included. smooth: all results are small, and no preactivation is near a kink
+    of its activation (a jump of the slope). Only then are the gradients compared with the oracle."""
 
     case: Case
     arrays: dict[str, mx.array]
@@ -46,8 +46,8 @@ class Drawn(NamedTuple):
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     """Draw random inputs for a trial such that all results are small and no preactivation is near a kink of its
-    activation, where rounding could change a gradient. If no attempt succeeds, return the last one with smooth=False.
-    """
+    activation (a jump of the slope), where rounding could change a gradient. If no attempt succeeds, return the last
+    one with smooth=False."""
     is_own = isinstance(problem.cell, PointwiseCell)
     parts = {} if is_own else draw_parts(problem, rng)
     # A user's cell gets positive numbers in every second attempt, so it gets twice as many attempts.
@@ -89,11 +89,12 @@ def values_for_own_cell(problem: Problem, rng: np.random.Generator, attempt: int
 
 
 def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
-    """Return random arrays for all names of the problem, and `steer` [D G H]: one offset for each preactivation.
+    """Return random arrays for all names of the problem, and `steer` [D G H]: one offset for each preactivation. D, G,
+    H: directions, gates, hidden units.
 
-    Every preactivation is the sum of its offset, at which no activation has a kink, and random terms. `scaled` halves
-    the random terms until two conditions hold: rounding cannot move a preactivation across a kink, and the states stay
-    small over all steps, also with unbounded activations.
+    Every preactivation is the sum of its offset and of random terms. At the offset no activation has a kink (a jump of
+    its slope). `draw` halves the random terms until two conditions hold: rounding cannot move a preactivation across a
+    kink, and the states stay small over all steps, also with unbounded activations.
 
     An offset has a size of 0.5 to 0.7. Its sign is chosen as follows:
 
@@ -137,7 +138,7 @@ def is_never_negative(activation: str) -> bool:
 def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.random.Generator) -> tuple[Tensors, Array]:
     """Change the arrays `parts` for clips that stop gradients, such that some values are clipped and none comes near a
     limit, where the gradient jumps. Return (parts, steer); steer: the offsets of the preactivations. signs [D, G H]:
-    the signs of the offsets.
+    the signs of the offsets. D, G, H: directions, gates, hidden units.
 
     `without_numbers` in `_trial` chooses the limits: 0.297 for |h|; for |c| the geometric mean of |c| after one step
     from c0 = 0 and of |c| after two steps without a clip. Here c begins near 0, and the factors `keep` are near 1. So
@@ -223,7 +224,8 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
 def scaled(problem: Problem, parts: Tensors, scale: float) -> Tensors:
     """Return the arrays of a test run, from the random arrays `parts` of `draw_parts`. scale: a factor on the random
     terms of the preactivations. parts["steer"], [D G H], is an offset of each preactivation that is not scaled: it
-    keeps the preactivation away from the kinks of its activation."""
+    keeps the preactivation away from the kinks of its activation (jumps of the slope). D, G, H: directions, gates,
+    hidden units."""
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale
@@ -235,7 +237,8 @@ def scaled(problem: Problem, parts: Tensors, scale: float) -> Tensors:
 
 
 def case_of(problem: Problem, values: Tensors) -> tuple[Case, dict[str, mx.array]]:
-    """Return (case, arrays): the case for the float64 oracle, and the MLX arrays, rounded to the problem's dtype."""
+    """Return (case, arrays): the case for the float64 oracle, and the MLX arrays, rounded to the problem's dtype.
+    values: {name: NumPy array} of the float inputs and weights."""
     cell, arrays = problem.cell, {name: to_mlx(value, problem.dtype) for name, value in values.items()}
     call: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
     if problem.packing:  # the oracle gets the dequantized matrices, with the bounds of their rounding errors

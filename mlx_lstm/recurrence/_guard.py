@@ -145,15 +145,15 @@ def refusal(engine: str, problem: Problem) -> str:
 
 
 def known(engine: str, text: str) -> str | None:
-    """Return why an engine's kernels are refused without a trial, an empty text if a trial has found them correct, or
-    None if they have to be tried. text: the trial as a line of JSON."""
+    """Return what earlier trials have shown about an engine's kernels: why they are refused, an empty text if they are
+    correct, or None if they have to be tried. text: the trial as a line of JSON."""
     reason = verdicts.find(text)
     return _child.hung(engine) if reason is None else reason
 
 
 def tried(trial: Trial, others: list[Trial]) -> str:
     """Run a trial and store its result. Return why the kernels are refused, or "" if they are correct. others: trials
-    for calls that the user will probably make next; those without a stored result run at the same time."""
+    for calls that the user will probably make next; if they have no stored result, run them in the same request."""
     trials = [trial, *(other for other in others if verdicts.find(other.text()) is None)]
     found = try_out(trials)
     for each, verdict in zip(trials, found, strict=False):  # `found` is shorter if a trial has ended the child

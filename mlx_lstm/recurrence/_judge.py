@@ -43,8 +43,8 @@ def main() -> None:
 
 
 class Trials:
-    """Runs trials in the child process. It remembers the kernels that were correct, so that no later trial runs just to
-    test them again."""
+    """Runs trials (small test runs of kernels) in the child process. It remembers the kernels that were correct, so
+    that no later trial runs just to test them again."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
@@ -84,7 +84,7 @@ class Recorder:
         """Return a function that launches a kernel. The kernel is built at its first launch. While this object
         records which kernels a test run needs, a launch does not run the kernel: it only records the kernel's
         source, and returns zeros in place of its outputs."""
-        built: list[Callable[..., Any]] = []  # [the kernel], after its first launch
+        built: list[Callable[..., Any]] = []  # empty before the kernel's first launch, then [the kernel]
 
         # Launch the kernel; while `self.texts` is a set, only record what determines the kernel. inputs, call: the
         # arguments of the launch, among them the shapes and dtypes of the outputs. Metal binds arrays of fewer than
@@ -210,11 +210,12 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
     condition is needed because MLX's own products, which both engines use, are less precise than float32 on some
     GPUs.
     """
-    # floats: the arguments that have a gradient. smooth: no preactivation is near a kink, so gradients have bounds.
+    # floats: the arguments that have a gradient. smooth: no preactivation is near a kink (a jump of its activation's
+    # slope), so gradients have error bounds.
     floats = [] if problem.plain else [name for name in drawn.arrays if name not in packed_names(drawn.arrays)]
     judge = drawn.case._replace(cotangents=cotangents if floats and drawn.smooth else {}).judge()
-    # A gradient near a kink of an activation has no error bound: only its shape is checked, and that it is finite. So
-    # the argument's own array, which has the right shape, stands in for the exact gradient.
+    # Near a kink of an activation (a jump of its slope) a gradient has no error bound: only its shape is checked, and
+    # that it is finite. So the argument's own array, which has the right shape, stands in for the exact gradient.
     rough = {f"d{name}": drawn.case.call[name] for name in floats if f"d{name}" not in judge.exact}
     judge = judge._replace(exact=judge.exact | rough)
     names = sorted({*shown_of(problem), *cotangents_of(problem), *(f"d{name}" for name in floats)})

@@ -24,7 +24,8 @@ from ._norm import Norm, with_norm, without_norm
 
 class LSTMOutput(NamedTuple):
     """The outputs of `lstm`: the sequences h [T, B, P], c [T, B, H] and gates [T, B, 4H] (None unless `return_gates`),
-    and the last states hT [B, P] and cT [B, H]. P is the width of h: the projection's width, or H without one.
+    and the last states hT [B, P] and cT [B, H]. P is the width of h: the projection's width, or H without one. T: time
+    steps, B: batch items, H: hidden units.
 
     With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
     one.
@@ -67,7 +68,8 @@ def lstm(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> LSTMOutput:
-    r"""Run a long short-term memory (LSTM) layer over a time-major sequence.
+    r"""Run a long short-term memory (LSTM) layer over a time-major sequence. Sizes: T time steps, B batch items, I
+    input features, H hidden units, P the width of h.
 
     .. math::
 
@@ -90,7 +92,7 @@ def lstm(
         c0 (array, optional): first c, [B, H]. Default: zeros.
         gate_order (str): order of the four H-blocks on every 4H axis (weights, bias, peephole, gates), a permutation of
             input, forget, candidate and output gate. Default: `"ifgo"`.
-        activations (sequence of str): the activations of i, f, g, o and of the output, in this order, which does not
+        activations (sequence of str): the activations s of i, f, g, o and of the output, in this order, which does not
             depend on `gate_order`. Each is one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`
             (clip(0.2 x + 0.5, 0, 1)), `"hard_sigmoid_sixth"` (clip(x / 6 + 0.5, 0, 1)).
         peephole (array, optional): peephole weights p, [4H]; zeros for a gate without a peephole.
@@ -207,7 +209,8 @@ def lstm_gradients(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
-    """Return the gradients of `lstm`, computed from the outputs of a forward pass.
+    """Return the gradients of `lstm`, computed from the outputs of a forward pass. Sizes: T time steps, B batch items,
+    H hidden units, P the width of h.
 
     The results equal the gradients that `mx.vjp` returns for the same arguments. No gate is recomputed. Wrong arguments
     raise the same errors as in `lstm`.

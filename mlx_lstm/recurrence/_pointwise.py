@@ -49,7 +49,7 @@ class OwnCell(NamedTuple):
         """Trace the user's function: find its graph of operations. Return the cell with this graph, for states [B, H]
         and arrays of this dtype. inputs: the number of inputs of each step. Float64 arrays are traced in float64, all
         others in float32, because engines compute 16-bit arrays in float32. Raise ValueError if the function takes
-        another number of arguments."""
+        another number of arguments. B, H: batch items, hidden units."""
         try:
             # 2: the first arguments, a and state.
             signature(self.function).bind(*[None] * (2 + inputs + self.params))
@@ -89,7 +89,8 @@ def pointwise(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> tuple[mx.array, tuple[mx.array, ...]]:
-    r"""Run a recurrent cell of your own over a time-major sequence, in generated code, with its gradient.
+    r"""Run a recurrent cell of your own over a time-major sequence, in generated code, with its gradient. Sizes: T time
+    steps, B batch items, I input features, H hidden units, G gates.
 
     .. math::
 
@@ -226,8 +227,8 @@ def check_states(state: Any, D: int) -> tuple[list[mx.array], int, int]:
 
 
 def check_sequences_of(inputs: Any, x: Any, width: int) -> list[mx.array]:
-    """Check the argument `inputs`: arrays with values for each time step. Return them as a list, each in the dtype
-    of x and broadcast to [T, B, width]. width: the units of all directions."""
+    """Check the argument `inputs`: arrays with values for each time step. Return them as a list, each in the dtype of x
+    and broadcast to [T, B, width]. width: the units of all directions. T, B: steps, batch items."""
     check_array(OP, "x", x, ["T", "B", "I"])
     shape, whole = (*x.shape[:2], width), []
     for k, array in enumerate(check_arrays(OP, "inputs", inputs)):
@@ -264,8 +265,8 @@ def gates_of(x: mx.array, Wx: Any, H: int, D: int) -> int:
 
 
 def side_by_side(arrays: list[Array], D: int) -> Array | None:
-    """Join n arrays [..., D H] into one [..., D n H], in which the n arrays of each direction lie side by side. D:
-    the number of directions. Return None if there are no arrays."""
+    """Join n arrays [..., D H] into one [..., D n H], in which the n arrays of each direction lie side by side. D: the
+    number of directions. Return None if there are no arrays. H: hidden units."""
     if len(arrays) < 2:
         return arrays[0] if arrays else None
     if D == 1:
@@ -277,7 +278,7 @@ def side_by_side(arrays: list[Array], D: int) -> Array | None:
 
 def apart_again(joined: Array | None, n: int, D: int) -> list[Array]:
     """Return the n arrays [..., D H] that `side_by_side` joined into one. joined: that array, or None if n is 0. D: the
-    number of directions."""
+    number of directions. H: hidden units."""
     if joined is None or n < 2:
         return [] if joined is None else [joined]
     if D == 1:

@@ -197,12 +197,12 @@ class Block(NamedTuple):
 
     @property
     def view_key(self) -> tuple[str, str, str, int]:
-        """Return a key of the view from which the rows are taken."""
+        """Return a key that is equal for all blocks of the same view of a parameter."""
         return self.title, self.form, self.columns, self.k
 
     def text(self, rows: str = "") -> str:
-        """Return the Python code for these rows of the parameter, such as "self.weight[0:4]". Without `rows` return
-        the code for all rows."""
+        """Return the Python code for some rows of the parameter's view, such as "self.weight[0:4]". rows: the slice,
+        such as "0:4", or "" for all rows."""
         index = f"[{rows or ':'}, {self.columns}]" if self.columns else rows and f"[{rows}]"
         return f"{self.title}{self.form}{index}"
 
@@ -238,6 +238,7 @@ def recognise(
     module: nn.Module | dict[str, Any], step: Callable[..., Any], D: int, H: int, *, name: str = ""
 ) -> str | None:
     """Return the call of `lstm`, `gru` or `rnn` that equals a recurrent cell written by hand, as a line to paste.
+    Sizes: B sequences, T steps, D features of x, H units.
 
     The function runs `step` with parameters that it chooses, finds out which rows of which parameter belong to which
     gate, and compares values and gradients, with numbers of the sizes 1e-4 to 1e6. So it does not matter how the cell
@@ -355,7 +356,8 @@ class Trial:
         Python code that `recognise` returns."""
         self.step, self.D, self.H = step, D, H
         title = name if name or isinstance(module, nn.Module) else "params"
-        # By title: where each parameter is (the array is owner[key]), the module's own arrays, and their shapes.
+        # Three dicts by title: where each parameter is (the array is owner[key]), the module's own arrays, and their
+        # shapes.
         self.places = {text: (owner, key) for text, owner, key in parameters_of(module, title, set())}
         self.before = {text: owner[key] for text, (owner, key) in self.places.items()}
         self.shapes: dict[str, tuple[int, ...]] = {text: array.shape for text, array in self.before.items()}
@@ -383,7 +385,8 @@ class Trial:
 
     def numbers(self, n: int) -> np.ndarray:
         """Return the random weights [H, C] or [H] of block n. In each run of the cell all blocks are 0 except one or
-        two, which have these weights. The weights of a block are the same in every run."""
+        two, which have these weights. The weights of a block are the same in every run. H, C: units, columns of the
+        matrix."""
         block = self.blocks[n]
         C = {"x": self.D, "h": self.H}.get(block.kinds[0])  # the columns; None for a vector, such as a bias
         draws = np.random.default_rng([1, n])  # 1: another sequence than that of x and the states, whose seed is 0
@@ -427,7 +430,8 @@ class Trial:
 
     def run(self, form: Form, x: mx.array, *states: mx.array) -> tuple[list[mx.array], list[mx.array]]:
         """Run the user's step. Return (the new states, h or h and c; all other arrays [B, H] that it returns, each of
-        which must equal h). form: how the step takes and returns states. states: h, or h and c."""
+        which must equal h). form: how the step takes and returns states. states: h, or h and c. B, H: batch items,
+        units."""
         arrays, stop = self.arrays(form.call, x, *states), form.at + form.states
         found, rest = arrays[form.at : stop], arrays[: form.at] + arrays[stop:]
         if [array.shape for array in found] != [states[0].shape] * form.states:
@@ -438,7 +442,7 @@ class Trial:
     def new(self, form: Form, blocks: tuple[int, ...] = (), size: float = 1) -> np.ndarray | None:
         """Return the new states [1 or 2, B, H] after one step in which all parameters are 0 except for some blocks (H
         rows of a parameter each). form: how the step takes and returns states. size: a factor on c before the step.
-        Return None if the step raises an error."""
+        Return None if the step raises an error. B, H: batch items, units."""
         if (form, blocks, size) in self.known:  # the results of earlier runs
             return self.known[form, blocks, size]
         arrays = {title: np.zeros(shape) for title, shape in self.shapes.items()}
@@ -579,7 +583,7 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     limits = huge[1] * np.sign(trial.c)  # the new |c| of each unit, which is the limit if there is one
     limit = float(np.median(limits))
     # A clip that lets gradients through is usually written as c + stop_gradient(clip(c) - c). In float64 this sum is
-    # clip(c) up to the rounding of c, which is 1e6 here: 1e6 times 1e-16 is 1e-10.
+    # clip(c) up to the rounding of c, which is 1e6 here: 1e6 times 1e-16 is 1e-10. Allow ten times this error.
     error = 1e-9 * max(1, abs(limit))
     if limit > 0 and np.abs(limits - limit).max() <= error:
         # The limit was measured to its last digit, unlike the forget bias. So a limit of many digits is accepted, too.
@@ -628,11 +632,12 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
                 effects.add(n)
 
     assign(gates, {})
-    # The weights of the hidden gate have an effect only while another block, the opener, is not 0.
+    # The weights of the gate HIDDEN[way.op] have an effect only while another block, the opener, is not 0.
     opener = next((part for part in OPENERS[way.op] if part in parts), None)
     if opener:
         assign([HIDDEN[way.op]], {opener: parts[opener][0]})
-    # A parameter has several views, such as its transpose, and is the weights of gates in at most one of them.
+    # A parameter has several views, such as itself and its transpose. In at most one of them its rows are the weights
+    # of gates.
     found = {part: [trial.blocks[n] for n in blocks] for part, blocks in parts.items()}
     views = {block.view_key for blocks in found.values() for block in blocks}
     titles = {block.title for blocks in found.values() for block in blocks}
@@ -681,8 +686,8 @@ def part_of(
 
 
 def computed(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarray:
-    """Compute one step of the formula `way`. `weights` holds the weights that are not 0 by (gate, kind), see
-    `Part`. Return the states [1 or 2, B, H]: h, and c if there is one."""
+    """Compute one step of the formula `way`. `weights` holds the weights that are not 0 by (gate, kind), see `Part`.
+    Return the states [1 or 2, B, H]: h, and c if there is one. B, H: batch items, units."""
 
     def all_gates(kind: str, *shape: int) -> mx.array:
         """Return the weights of this kind of all gates one after the other. shape: the shape of one gate's weights."""
@@ -746,9 +751,9 @@ def order_of(blocks: list[list[Block]], gates: str) -> str:
 
 
 def joined(blocks: list[list[Block]], order: str, shape: tuple[int, ...]) -> Expression:
-    """Return the code of one argument of the call: the weights of all gates one after the other. `blocks` has for each
-    gate its blocks (H rows of a parameter each), of this shape. Several blocks of one gate, such as two biases, are
-    added. A gate without a block gets zeros."""
+    """Return one argument of the call: the weights of all gates one after the other. blocks: for each gate a list of
+    its blocks (H rows of a parameter each), of this shape. Several blocks of one gate, such as two biases, are added. A
+    gate without a block gets zeros. order: the gate order of the call."""
     H = shape[0]
     # If the blocks together are whole parameters, in the gate order of the call, the code needs no slices, such as
     # "ih.bias + hh.bias". Test this: each entry of `columns` has one block of every gate, and these blocks together may
@@ -831,8 +836,9 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     if not all(found) or (by_x and trial.D == 1):
         return way.options["forget_bias"] == 0
     (f,), (i,), (g,) = found
-    # z: 1001 preactivations around 0, 1e-9 apart. The stairs are 1e-7 to 3e-7 wide there, so the points lie on several
-    # stairs. a: the weight of block g. It is so small that the candidate tanh(a) is below usual limits on c.
+    # z: 1001 preactivations around 0, 1e-9 apart. MLX rounds a sigmoid to float32, so it is constant over intervals of
+    # z, which are 1e-7 to 3e-7 wide near 0. The points lie in several intervals. a: the weight of block g. It is so
+    # small that the candidate tanh(a) is below usual limits on c.
     z, H, a = np.linspace(-5e-7, 5e-7, 1001), trial.H, 0.01
 
     def new_c(blocks: list[Block], x: np.ndarray, c: float) -> np.ndarray:
@@ -857,7 +863,8 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     value = new_c([i, g], np.array([100.0]), 0.0)
     of_f = new_c([f], z - way.options["forget_bias"], value[0, 0])
     of_i = new_c([i, g], z, 0.0)
-    # At most two of the points may differ, because they may lie too near to the edge of a stair.
+    # of_f and of_i must be equal at all points z but two. Two points may differ, because they may be so near to a jump
+    # of the rounded sigmoid that an error of z decides on which side they are.
     return bool((np.abs(of_f - of_i) <= 1e-12).all(axis=1).sum() >= len(z) - 2)
 
 

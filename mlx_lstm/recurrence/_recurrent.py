@@ -45,6 +45,7 @@ def recurrent(
     checkpoint_every: int | str | None = None,
 ) -> tuple[Any, Any]:
     """Run a cell of your own over a time-major sequence: `output[t], state = step(x[t], state)`, step after step.
+    Sizes: T time steps, B batch items.
 
     `step` may use any operation of MLX. No kernel of this package runs: MLX builds a graph of T times the step, which
     is slower than `lstm`, `gru` and `rnn`. MLX differentiates it, to any order, with respect to x, the state and all
@@ -76,11 +77,12 @@ def recurrent(
             directions call twice and concatenate the outputs.
         checkpoint_every (int or str, optional): for a gradient, save the states of every K-th step only, and run K
             steps at a time again; `"auto"` takes the square root of T. Then `step` must give the same results when it
-            runs again. It must not assign arrays to a module, as `nn.BatchNorm` does in training, and must not capture
-            arrays of floats. Pass these arrays as `parameters`, or hold them in modules that `step` can reach: the
-            object of a method, variables of enclosing functions, global variables, Python modules that it imports
-            itself, and the attributes of these that its code names. Other arrays of floats are refused, if MLX can
-            export `step`. MLX's jvp and vmap do not support this option. Default: `None`, save everything.
+            runs again; numbers that it draws from `mx.random` come again, too. It must not assign arrays to a module,
+            as `nn.BatchNorm` does in training, and must not capture arrays of floats. Pass these arrays as
+            `parameters`, or hold them in modules that `step` can reach: the object of a method, variables of enclosing
+            functions, global variables, Python modules that it imports itself, and the attributes of these that its
+            code names. Other arrays of floats are refused, if MLX can export `step`. MLX's jvp and vmap do not support
+            this option. Default: `None`, save everything.
 
     Returns:
         tuple: the outputs, a tree of arrays [T, B, ...], and the state after the last step processed.
@@ -184,7 +186,8 @@ def over_steps(
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Check the options `keep` (a factor on the state) and `hold` (steps that leave the state unchanged). Return (live,
     before, after). live, bool [T, B]: which steps run, or None if all do. before, after [T, B]: the factors on the
-    state before and after each step, or None. ends [B]: the number of steps of each item, or None."""
+    state before and after each step, or None. ends [B]: the number of steps of each item, or None. T, B: steps, batch
+    items."""
     options = whole_steps(OP, keep, hold, (T, B), "[T, B]")
     held = options["hold"] != 0 if "hold" in options else None
     steps = Steps(T, B, backwards=(reverse,), batch_first=False, lengths=ends, hold=held)

@@ -22,7 +22,7 @@ from ._norm import Norm, with_norm, without_norm
 
 class RNNOutput(NamedTuple):
     """The outputs of `rnn`: the sequences h and gates, both [T, B, H], and the last state hT [B, H]. `gates` has the
-    preactivations, or is None unless `return_gates`.
+    preactivations, or is None unless `return_gates`. T: time steps, B: batch items, H: hidden units.
 
     With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
     one.
@@ -54,7 +54,8 @@ def rnn(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> RNNOutput:
-    r"""Run a plain recurrent layer over a time-major sequence.
+    r"""Run a plain recurrent layer over a time-major sequence. Sizes: T time steps, B batch items, I input features, H
+    hidden units.
 
     It equals `torch.nn.RNN` with one layer (b = b_ih + b_hh) and `mlx.nn.RNN`.
 
@@ -117,7 +118,7 @@ def rnn_gradients(
 ) -> Arrays:
     """Return the gradients of `rnn`, computed from the outputs of a forward pass: a dict with a gradient for each array
     argument that was passed, under the argument's name and in its shape. They equal the gradients that `mx.vjp`
-    returns.
+    returns. Sizes: T time steps, B batch items, H hidden units.
 
     Args:
         x, Wx, Wh, b, h0 and all options: as in the call of `rnn`.

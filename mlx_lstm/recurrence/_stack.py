@@ -78,7 +78,7 @@ def by_layer(states: Any, D: int) -> Any:
 
 def of_layers(states: Sequence[Any], D: int) -> Any:
     """Join a list of the states [N, D width] of each layer into one array [L D, N, width] for L layers with D
-    directions. It is the inverse of `by_layer`."""
+    directions. It is the inverse of `by_layer`. N: the number of sequences."""
     L, (N, width) = len(states), states[0].shape
     return library(states[0]).stack(states).reshape(L, N, D, width // D).swapaxes(1, 2).reshape(L * D, N, width // D)
 
@@ -100,8 +100,8 @@ def join_states(D: int, shape: Sequence[int], *states: Any) -> Any:
 
 
 def join_biases(bW: Any, bR: Any, *, gru: bool) -> dict[str, Any]:
-    """Return the bias `b` of a call: the sum of bW, the bias of the input's product, and bR, the bias of the
-    recurrent product, both [.., G H].
+    """Return the bias `b` of a call: the sum of bW, the bias of the input's product, and bR, the bias of the recurrent
+    product, both [.., G H]. G, H: gates, hidden units.
 
     A GRU also gets `bhn`, the candidate's part of bR: the reset gate multiplies it, so it is not part of the sum.
     The candidate must be the last gate.

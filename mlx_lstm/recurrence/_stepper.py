@@ -153,7 +153,8 @@ class Stepper:
     ) -> np.ndarray: ...
 
     def __call__(self, x: Any, *, keep: mx.array | np.ndarray | None = None, inputs: Sequence[Any] = ()) -> Any:
-        """Run one time step, and return the hidden state after it: the last layer's output.
+        """Run one time step, and return the hidden state after it: the last layer's output. Sizes: D features, H hidden
+        units, P the width of h; "..." stands for the batch axes.
 
         Args:
             x (array): the input of one step, of MLX or NumPy, [..., D] with the batch axes of this stepper. It is cast
@@ -198,7 +199,7 @@ class Stepper:
         return h.copy() if is_numpy else mx.array(np.ascontiguousarray(h), self._dtype)
 
     def state(self, as_numpy: bool = False) -> Any:
-        """Return a copy of the current states, as `set_state` takes them.
+        """Return a copy of the current states, as `set_state` takes them. H: hidden units; "...": the batch axes.
 
         Args:
             as_numpy (bool): return NumPy arrays instead of MLX arrays. Default: `False`.
@@ -217,11 +218,12 @@ class Stepper:
         return tuple(states) if len(states) > 1 else states[0]
 
     def set_state(self, state: Any) -> None:
-        """Set the states of all layers.
+        """Set the states of all layers. H: hidden units; "...": the batch axes.
 
         Args:
-            state (array or tuple): (hidden, cell) for an LSTM, else hidden, in arrays of MLX or NumPy. For a single
-            layer each has the shape [..., H]; for a stack of K layers [K, ..., H].
+            state (array or tuple): (hidden, cell) for an LSTM, all states for a layer `Pointwise` with several, else
+                hidden, in arrays of MLX or NumPy. For a single layer each has the shape [..., H]; for a stack of K
+                layers [K, ..., H].
 
         Raises:
             ValueError: the states have the wrong number or shape.
@@ -334,14 +336,16 @@ class Stepper:
         return as_numpy(value) if isinstance(value, mx.array) else value
 
     def _factors(self, keep: Any) -> np.ndarray:
-        """Check the option `keep` (a factor on the states). Return it as an array [B], with all batch axes in one."""
+        """Check the option `keep` (a factor on the states). Return it as an array [B], with all batch axes in one. B:
+        the number of batch items."""
         array = self._real("keep", keep)
         if not broadcasts(array.shape, self._batch):
             fail(self._op, f"keep must broadcast to {list(self._batch)}", f"shape {list(array.shape)}")
         return np.broadcast_to(array, self._batch).reshape(-1)
 
     def _whole_inputs(self, inputs: Any) -> np.ndarray:
-        """Check the cell's inputs of this step. Return them side by side, [B, U H] for U inputs of H units."""
+        """Check the cell's inputs of this step. Return them side by side, [B, U H] for U inputs of H units. B: the
+        number of batch items."""
         if not isinstance(inputs, (tuple, list)) or len(inputs) != self._inputs:
             what = len(inputs) if isinstance(inputs, (tuple, list)) else type(inputs).__name__
             fail(self._op, f"inputs must be a tuple or list of {self._inputs} arrays", what)

@@ -27,7 +27,8 @@ from ..ground.checks import ArraySpec, fail, instead_of
 
 def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bool) -> None:
     """Check that `keep`, a factor on the states, has the axes [T, B] or [T, B, D] (D: directions), each with its full
-    size or the size 1, and that its dtype is real. batch_first: the axes are [B, T] or [B, T, D]."""
+    size or the size 1, and that its dtype is real. batch_first: the axes are [B, T] or [B, T, D]. T, B: steps, batch
+    items."""
     axes, sizes = ("[B, T", (B, T)) if batch_first else ("[T, B", (T, B))
     if not broadcasts(keep.shape, sizes) and not broadcasts(keep.shape, (*sizes, D)):
         # The text mentions [T, B, 2] only for two directions.
@@ -55,7 +56,7 @@ def check_flags(op: str, name: str, array: mx.array) -> mx.array:
 
 def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.array:
     """Check the type, dtype and shape of `hold` (steps that leave the state unchanged), which broadcasts to [T, B], or
-    to [B, T] with `batch_first`. Return it as bool [T, B]."""
+    to [B, T] with `batch_first`. Return it as bool [T, B]. T, B: steps, batch items."""
     array = hold_array(op, hold)
     axes, sizes = ("[B, T]", (B, T)) if batch_first else ("[T, B]", (T, B))
     if not broadcasts(array.shape, sizes):
@@ -111,8 +112,8 @@ class Steps(NamedTuple):
     """The steps of a call with the option `keep` or `hold`.
 
     T, B: the number of time steps and the batch size. backwards: for each direction, whether it runs in reverse.
-    batch_first: sequences are [B, T, .]. lengths: [B], or None. hold: bool [T, B], true at steps that leave the
-    state unchanged, or None.
+    batch_first: sequences are [B, T, .]. lengths [B]: the number of steps of each batch item, or None. hold: bool [T,
+    B], true at steps that leave the state unchanged, or None.
     """
 
     T: int
@@ -123,24 +124,26 @@ class Steps(NamedTuple):
     hold: mx.array | None
 
     def alive(self) -> Array:
-        """Return a bool array [T, B] that is true where the sequence of a batch item has not yet ended."""
+        """Return a bool array [T, B] that is true where the sequence of a batch item has not yet ended. T, B: steps,
+        batch items."""
         times = mx.broadcast_to(mx.arange(self.T)[:, None], (self.T, self.B))
         return times < (self.T if self.lengths is None else self.lengths)
 
     def live(self) -> Array:
-        """Return a bool array [T, B] that is true where a step runs: the option `hold` does not skip the step, and
-        the sequence has not ended."""
+        """Return a bool array [T, B] that is true where a step runs: the option `hold` does not skip the step, and the
+        sequence has not ended. T, B: steps, batch items."""
         # This is not `a & b`, because mx.vmap in MLX 0.32.4 loses the mapped axis if only b is mapped.
         return self.alive() if self.hold is None else mx.where(self.hold, False, self.alive())
 
     def engine_lengths(self) -> mx.array | None:
-        """Return the number of steps [B] that an engine runs for each batch item, or None if it runs all steps."""
+        """Return the number of steps [B] that an engine runs for each batch item, or None if it runs all steps. B:
+        batch items."""
         return self.lengths if self.hold is None else self.live().astype(mx.int32).sum(axis=0)
 
     def to_engine(self, arrays: Arrays) -> Arrays:
         """Return the arrays of a call as an engine takes them. `keep` (factors on the states) is broadcast to [T, B,
         D], with D directions. With the option `hold` (steps that leave the state unchanged) the steps that run are
-        moved to the front of each sequence, so that the engine skips the held steps."""
+        moved to the front of each sequence, so that the engine skips the held steps. T, B: steps, batch items."""
         inner = dict(arrays)
         if "keep" in arrays:
             inner["keep"] = self.whole_keep(arrays)
@@ -161,17 +164,17 @@ class Steps(NamedTuple):
         return inner
 
     def compact(self) -> tuple[Array, Array]:
-        """Return (order, ran). order [T, B]: for each item the time indices 0..T-1, the running steps first, then
-        the others. ran [T, B, 1]: true where `order` has a running step."""
+        """Return (order, ran). order [T, B]: for each item the time indices 0..T-1, the running steps first, then the
+        others. ran [T, B, 1]: true where `order` has a running step. T, B: steps, batch items."""
         times, live = mx.arange(self.T)[:, None], self.live()
         # Add T to the time indices of the steps that do not run: so they are sorted after all running steps.
         order = mx.argsort(mx.where(live, times, times + self.T), axis=0)
         return order, (times < live.astype(mx.int32).sum(axis=0))[..., None]  # the sum: how many steps of an item run
 
     def saved(self, saved: Arrays) -> Arrays:
-        """Return the outputs that the forward pass saved in the order in which the engine computed their steps. With
-        the option `hold` (steps that leave the state unchanged) the engine computed only the steps that are not held.
-        So these steps are moved to the front of each sequence, and zeros fill the rest."""
+        """Return the saved outputs of the forward pass with their steps in the engine's order. With the option `hold`
+        (steps that leave the state unchanged) the engine computed only the steps that are not held. So these steps are
+        moved to the front of each sequence, and zeros fill the rest."""
         if self.hold is None:
             return saved
         order, ran = self.compact()
@@ -212,7 +215,8 @@ class Steps(NamedTuple):
         return outputs
 
     def or_zero(self, sequence: Array, times: Array, selected: Array) -> Array:
-        """Return a sequence gathered at the time indices `times` [T, B], and 0 where `selected` [T, B] is false.
+        """Return a sequence gathered at the time indices `times` [T, B], and 0 where `selected` [T, B] is false. T, B:
+        steps, batch items.
 
         It gathers from an appended row of zeros instead of using mx.where, whose gradient multiplies by 0 and so
         lets NaN through.
@@ -222,7 +226,7 @@ class Steps(NamedTuple):
 
     def carried(self, states: Array, first: Array, live: Array, ran: Array, back: bool) -> Array:
         """Return [T, B, .]: for each time index the latest state of one direction; a held step has the state of the
-        step before it.
+        step before it. T, B: steps, batch items.
 
         states: the engine's states [T, B, .]; on the time axis the steps that ran come first. first: the first state.
         live [T, B]: whether a step runs. ran [T, B]: how many steps have run up to each time index. back: whether the
@@ -244,20 +248,20 @@ class Steps(NamedTuple):
 
     def swapped(self, sequence: Array) -> Array:
         """Return a sequence with its first two axes swapped if `batch_first`: from the call's [B, T, .] to [T, B, .] or
-        back."""
+        back. T, B: steps, batch items."""
         return mx.swapaxes(sequence, 0, 1) if self.batch_first else sequence
 
     def whole_keep(self, arrays: Arrays) -> Array:
-        """Return `keep` as [T, B, D], with 1 where an item has ended."""
+        """Return `keep` as [T, B, D], with 1 where an item has ended. T, B, D: steps, batch items, directions."""
         keep = arrays["keep"].astype(arrays["x"].dtype)
         keep = keep[..., None] if keep.ndim == 2 else keep
         keep = mx.broadcast_to(self.swapped(keep), (self.T, self.B, len(self.backwards)))
         return keep if self.lengths is None else mx.where(self.alive()[..., None], keep, 1)
 
     def each_direction(self, keep: Array, live: Array, which: int) -> Array:
-        """Return the factors on the states of D directions, [T, B, D]: before each step (which = 0) or after each
-        step (which = 1). keep [T, B, D]: the option `keep`. live [T, B]: whether a step runs. A step that does not
-        run still multiplies the state by keep; `factors` explains how."""
+        """Return the factors on the states of D directions, [T, B, D]: before each step (which = 0) or after each step
+        (which = 1). keep [T, B, D]: the option `keep`. live [T, B]: whether a step runs. A step that does not run still
+        multiplies the state by keep; `factors` explains how. T, B: steps, batch items."""
         each = []
         for d, back in enumerate(self.backwards):
             # `factors` takes and returns steps in processing order, so a reversed direction is flipped before and after
@@ -268,7 +272,7 @@ class Steps(NamedTuple):
 
     def taken(self, sequence: Array, times: Array, batch_first: bool = False) -> Array:
         """Gather the steps of a sequence [T, B, .]. For each batch item `times` [T, B] has the time indices of the
-        steps to take. batch_first: the sequence and the result are [B, T, .]."""
+        steps to take. batch_first: the sequence and the result are [B, T, .]. T, B: steps, batch items."""
         # rows: the positions of these steps after the first two axes of the sequence are joined.
         items = mx.arange(self.B)
         rows = times.T + sequence.shape[1] * items[:, None] if batch_first else times * self.B + items
@@ -278,7 +282,7 @@ class Steps(NamedTuple):
 def factors(keep: Array, live: Array) -> tuple[Array, Array]:
     """Return two arrays [T, B]: the factor on the state before each step, and the factor after it. Steps are in
     processing order. keep [T, B]: the user's factor on the state before each step. live [T, B]: False at held steps,
-    which leave the state unchanged except for this factor.
+    which leave the state unchanged except for this factor. T, B: steps, batch items.
 
     An engine skips held steps, so their factors must be applied elsewhere. The factor before a step is the product
     of keep over this step and all held steps just before it. The state after a held step is the state after the last
@@ -299,6 +303,6 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
 
 
 def shifted(array: Array, steps: int, first: int) -> Array:
-    """Return the array [T, B] moved to later time steps: step t has the value of step t - `steps`. The first steps
-    get the number `first`."""
+    """Return the array [T, B] moved to later time steps: step t has the value of step t - `steps`. The first steps get
+    the number `first`. T, B: steps, batch items."""
     return mx.concatenate([mx.full((steps, array.shape[1]), first, array.dtype), array[:-steps]])

@@ -136,7 +136,7 @@ def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, 
 
 def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N: int, H: int) -> None:
     """Check that the arrays of these names have shape [N, H]; names without an array are skipped. dims: how
-    TensorFlow's text for this op writes the sizes of an array, such as ".dim_size"."""
+    TensorFlow's text for this op writes the sizes of an array, such as ".dim_size". N, H: batch items, units."""
     for name in (name for name in names if name in arrays):
         check_size(op, f"{name}{dims}(0) != batch_size", arrays[name].shape[0], N)
         check_size(op, f"{name}{dims}(1) != cell_size", arrays[name].shape[1], H)
@@ -144,7 +144,8 @@ def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N
 
 def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
     """Check the shapes of an LSTM's cs_prev [N, H], h_prev [N, H], w [I + H, 4H] and b [4H]. Return (N, H). N and I are
-    read from x, [N, I] or [T, N, I]; H is read from cs_prev. The error texts are TensorFlow's."""
+    read from x, [N, I] or [T, N, I]; H is read from cs_prev. The error texts are TensorFlow's. T, N, I, H: steps, batch
+    items, inputs, units."""
     (N, I), H = arrays["x"].shape[-2:], arrays["cs_prev"].shape[1]
     check_size(op, "cs_prev.dims(0) != batch_size", arrays["cs_prev"].shape[0], N)
     check_size(op, "h_prev.dims(0) != batch_size", arrays["h_prev"].shape[0], N)
@@ -158,7 +159,7 @@ def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
 
 def check_peepholes(op: str, arrays: Arrays, H: int) -> None:
     """Check that the peepholes wci, wcf and wco are [H]. TensorFlow checks this in BlockLSTM only; its other ops read
-    beyond the end of a shorter array."""
+    beyond the end of a shorter array. H: the number of units."""
     for name in PEEPHOLES:
         check_size(op, f"{name}.dim_size(0) != cell_size", arrays[name].size, H)
 

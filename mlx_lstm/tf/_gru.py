@@ -31,8 +31,8 @@ class GRUBlockCellOutput(NamedTuple):
 
 
 class GRUBlockCellGradOutput(NamedTuple):
-    """Outputs of `gru_block_cell_grad`: d_x [N, I], d_h_prev [N, H], and the gradients of the preactivations,
-    d_c_bar [N, H] and d_r_bar_u_bar [N, 2H]."""
+    """Outputs of `gru_block_cell_grad`: d_x [N, I], d_h_prev [N, H], and the gradients of the preactivations, d_c_bar
+    [N, H] and d_r_bar_u_bar [N, 2H]. N: batch items, I: inputs, H: units."""
 
     d_x: mx.array
     d_h_prev: mx.array
@@ -59,12 +59,12 @@ def gru_block_cell(
     h alone, the gradient equals the one that TensorFlow 1 had registered.
 
     Args:
-        x (array): [N, I]: N batch items, I inputs.
-        h_prev (array): [N, H]: H units.
-        w_ru (array): [I + H, 2H], the columns of r first.
-        w_c (array): [I + H, H].
-        b_ru (array): [2H].
-        b_c (array): [H].
+        x (array): the input, [N, I], for N batch items and I inputs.
+        h_prev (array): h of the step before, [N, H], for H units.
+        w_ru (array): the weights of r and u, [I + H, 2H], the columns of r first. The first I rows multiply x.
+        w_c (array): the weights of c, [I + H, H].
+        b_ru (array): the biases of r and u, [2H].
+        b_c (array): the bias of c, [H].
         engine (str, optional): force an engine, as in `mlx_lstm.gru`. Default: the best for the stream's device.
         stream (Stream or Device, optional): where to run, as for any MLX op.
 
@@ -100,7 +100,7 @@ def gru_block_cell_grad(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUBlockCellGradOutput:
-    """Return the gradient of `gru_block_cell`; equals `tf.raw_ops.GRUBlockCellGrad`.
+    """Return the gradient of `gru_block_cell`; equals `tf.raw_ops.GRUBlockCellGrad`. N: batch items, H: units.
 
     The op returns no gradients of weights and biases. TensorFlow 1 computed these gradients as d_w_ru = [x, h_prev]^T
     d_r_bar_u_bar, d_w_c = [x, r h_prev]^T d_c_bar, and the sums over N of d_r_bar_u_bar and d_c_bar; `mx.grad` of

@@ -86,7 +86,8 @@ def lstm_block_cell(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMOutput:
-    """Run one step of an LSTM; equals `tf.raw_ops.LSTMBlockCell`. Gate order ICFO.
+    """Run one step of an LSTM; equals `tf.raw_ops.LSTMBlockCell`. Gate order ICFO. Sizes: N batch items, I inputs, H
+    units.
 
         [i, ci, f, o] before activation = [x, h_prev] w + b, with peepholes + cs_prev wci on i, + cs_prev wcf on f
         i = sigmoid(i)   ci = tanh(ci)   f = sigmoid(f + forget_bias)
@@ -97,12 +98,12 @@ def lstm_block_cell(
     registered.
 
     Args:
-        x (array): [N, I].
+        x (array): the input, [N, I].
         cs_prev, h_prev (array): cell state and h of the step before, [N, H].
-        w (array): [I + H, 4H].
+        w (array): the weights of x (the first I rows) and of h, [I + H, 4H].
         wci, wcf, wco (array): peepholes of i, f, o, [H]. Without `use_peephole` they are not used and may have any
             length.
-        b (array): [4H].
+        b (array): the bias, [4H].
         forget_bias (float): added to f's preactivation. Default: 1.
         cell_clip (float): bound on |cs|; no bound if it is 0, negative or NaN. Default: 3, which TensorFlow's layers
             never use: they pass -1.
@@ -153,7 +154,7 @@ def lstm_block_cell_grad(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> LSTMBlockCellGradOutput:
-    """Return the gradient of `lstm_block_cell`; equals `tf.raw_ops.LSTMBlockCellGrad`.
+    """Return the gradient of `lstm_block_cell`; equals `tf.raw_ops.LSTMBlockCellGrad`. Sizes: N batch items, H units.
 
     The op returns the gradient of the preactivations (dicfo), not of x, h_prev, w and b. TensorFlow 1 computed these
     from dicfo: [x_grad, h_prev_grad] = dicfo w^T, w_grad = [x, h_prev]^T dicfo, and b_grad = the sum of dicfo over N.
@@ -278,7 +279,7 @@ def block_lstm_grad(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
-    """Return the gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`.
+    """Return the gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`. Sizes: T steps, N batch items, H units.
 
     No array is read at steps t >= seq_len_max, and x_grad is 0 there. With seq_len_max = 0 all gradients are 0, also
     the gradients of the states. The gradient does not depend on cell_clip and forget_bias, so the op does not have
@@ -396,7 +397,8 @@ def block_lstm_grad_v2(
     """Return the gradient of `block_lstm_v2`, in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`. The arguments
     are those of `block_lstm_grad`: the forward op's arguments and outputs, from seq_len_max to h; the gradients cs_grad
     and h_grad [T, N, H] of cs and h; and use_peephole, whether there were peepholes. engine: force an engine, as in
-    `mlx_lstm.lstm`. stream: where to run, as for any MLX op. The result is that of `block_lstm_grad`."""
+    `mlx_lstm.lstm`. stream: where to run, as for any MLX op. The result is that of `block_lstm_grad`. T, N, H: steps,
+    batch items, units."""
     given = common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad_v2"):
@@ -410,7 +412,8 @@ def common_arrays(*arrays: mx.array) -> Arrays:
 
 def lstm_arguments(order: str, given: Arrays, use_peephole: bool) -> dict[str, Any]:
     """Convert the dict `given` of TensorFlow's arrays, with x [T, N, I], to the arguments of `mlx_lstm.lstm`. Wx and Wh
-    are views of w. order: the gate order of w and b, such as "igfo". use_peephole: whether the peepholes are used."""
+    are views of w. order: the gate order of w and b, such as "igfo". use_peephole: whether the peepholes are used. T,
+    N, I: steps, batch items, inputs."""
     x, w, I = given["x"], given["w"], given["x"].shape[-1]
     # The first I rows of w belong to x, the others to h.
     arrays = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": given["b"], "h0": given["h_prev"], "c0": given["cs_prev"]}
@@ -435,7 +438,7 @@ def run_lstm(
 ) -> BlockLSTMOutput:
     """Run the first `steps` steps of x [T, N, I] and return all outputs, with zeros at all later steps. order: the gate
     order of w and b. given: the arrays of the op by name. use_peephole, forget_bias, cell_clip: as in `block_lstm`.
-    options: engine and checkpoint_every."""
+    options: engine and checkpoint_every. T, N, I: steps, batch items, inputs."""
     x, cs_prev = given["x"], given["cs_prev"]
     T, N, H = x.shape[0], *cs_prev.shape
     if 0 in (steps, N, H):  # nothing to compute
@@ -491,6 +494,6 @@ def in_order(order: str, i: mx.array, f: mx.array, g: mx.array, o: mx.array) -> 
 
 
 def with_padding(sequence: mx.array, T: int) -> mx.array:
-    """Pad a sequence [steps, N, .] with zeros at its end to [T, N, .]."""
+    """Pad a sequence [steps, N, .] with zeros at its end to [T, N, .]. N: batch items."""
     missing = T - sequence.shape[0]
     return mx.pad(sequence, [(0, missing), (0, 0), (0, 0)]) if missing else sequence

@@ -41,7 +41,7 @@ from ..cells import AnyCell, PointwiseCell, norm_blocks
 from ..definitions import ScaledNorm, constant, normalised
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
-from ..tracing import distinct
+from ..tracing import distinct, split_apart
 from .packed import dequantized, times_input
 from .pointwise import chosen, gradients_by_mlx, pointwise_step
 
@@ -144,9 +144,9 @@ def live_items(arrays: Arrays, t: int) -> Array | None:
 
 def by_time(sequence: Array) -> list[Array]:
     """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
-    # Use mx.split, not sequence[t]: under mx.compile(shapeless=True) a later call with another shape would silently use
-    # the shape of the first call.
-    return [row.squeeze(0) for row in mx.split(sequence, sequence.shape[0])]
+    # Not sequence[t]: under mx.compile(shapeless=True) a later call with another shape would silently use the shape of
+    # the first call.
+    return [row.squeeze(0) for row in split_apart(sequence, sequence.shape[0])]
 
 
 def step(
@@ -171,7 +171,7 @@ def step(
     if cell.cell_clip is not None or cell.projection_clip is not None:
         of |= limits_of(cell, c, h)
     if "peephole" in arrays:  # `named` divides an array into w0, w1, ..., one part for each gate
-        of |= named("w", cell, arrays["peephole"])
+        of |= named("w", cell, arrays["peephole"][None])  # [None], as in `split_apart`
     # Products and sums are separate operations, because MLX 0.32.4 refuses mx.addmm under mx.vmap over x alone.
     if cell.reset == "before":  # a GRU whose candidate multiplies r * h_in by Wh; the products are added below
         of |= named("x", cell, z)
@@ -350,7 +350,7 @@ class StepBackward:
         self.graph = graph = graph_of(cell, arrays, exposes)
         # fixed: the graph's inputs that are the same at every step, by name: peephole weights (w), the matrix of a
         # second product (W0), the norm of c (N0).
-        fixed: dict[str, Any] = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
+        fixed: dict[str, Any] = named("w", cell, arrays["peephole"][None]) if "peephole" in arrays else {}
         if graph.has_product():
             W = arrays["Wp"] if "Wp" in arrays else self.Wh[cell.block("n", H)]
             fixed |= {"W0": W, "W0T": W.T}
