@@ -179,7 +179,7 @@ class Private(nn.Module):
         return self._cell(x, h)
 
 
-settings, SETTINGS, calling = Settings(), ModuleType("settings"), Calling()
+settings, SETTINGS, PACKAGE, calling = Settings(), ModuleType("settings"), ModuleType("package_of_steps"), Calling()
 
 
 def ways_to_capture(cell):
@@ -208,17 +208,31 @@ def ways_to_capture(cell):
 
         return settings_of_steps.cell(x, h)
 
+    def by_import_of_an_inner_module(x, h):
+        import package_of_steps.settings
+
+        return package_of_steps.own(x, h)
+
+    def by_relative_import(line):
+        space = {"__package__": "package_of_steps", "__name__": "package_of_steps.own"}
+        exec(f"def step(x, h):\n    {line}\n    return cell(x, h)", space)
+        return space["step"]
+
     def by_a_function_of_the_library(x, h):
         outputs, last = recurrent(cell, x[None], h)
         return outputs[0], last
 
-    Settings.cell = SETTINGS.cell = Calling.cell = cell
+    Settings.cell = SETTINGS.cell = PACKAGE.own = Calling.cell = cell
     cached = lru_cache(lambda: cell)
     weak, queue = ref(cell), deque([cell])
-    sys.modules["settings_of_steps"] = SETTINGS
+    sys.modules["settings_of_steps"] = sys.modules["package_of_steps.settings"] = SETTINGS
+    sys.modules["package_of_steps"] = PACKAGE
 
     return {
         "an import": by_import,
+        "an import of an inner module": by_import_of_an_inner_module,
+        "an import from a module of its package": by_relative_import("from .settings import cell"),
+        "an import from its package": by_relative_import("from . import own as cell"),
         "a function of the library": by_a_function_of_the_library,
         "a class whose `__call__` runs a layer": Calling().step,
         "[]": lambda x, h: calling[0](x, h),

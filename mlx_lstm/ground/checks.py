@@ -197,6 +197,14 @@ def check_number(op: str, name: str, value: object) -> float:
     return number
 
 
+def check_probability(op: str, name: str, value: object) -> float:
+    """Check a number of any type in [0, 1] and return it as Python's float. Raise ValueError for anything else."""
+    number = check_number(op, name, value)
+    if not 0 <= number <= 1:
+        fail(op, f"{name} must lie in [0, 1]", value)
+    return number
+
+
 def check_limit(op: str, name: str, limit: object) -> float | None:
     """Check the limit of a clip. Return it, or None if there is none: a limit of 0 or less means that too."""
     number = 0.0 if limit is None else check_number(op, name, limit)

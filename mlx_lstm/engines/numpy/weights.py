@@ -46,11 +46,9 @@ def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any
     kind: a key that distinguishes different values derived from the same parameters. parameters: a tree of evaluated
     or lazy arrays, and of other hashable values.
     """
-    arrays = [leaf for _, leaf in tree_flatten(parameters) if isinstance(leaf, mx.array)]
-    mx.eval(arrays)
-    first = arrays[0]
+    first = next(leaf for _, leaf in tree_flatten(parameters) if isinstance(leaf, mx.array))
     entry = _cached.get(id(first))
-    if entry and entry.first() is first and entry.key == key_of(kind, parameters):
+    if entry and entry.key == key_of(kind, parameters):
         return entry.value
     # shared: the same tree, with new arrays. mx.stop_gradient makes new MLX arrays on the memory of the parameters.
     # Both the key and the cached value are computed from these arrays. So key and value belong together even if another
@@ -65,8 +63,8 @@ def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any
 
 
 def key_of(kind: Hashable, parameters: Any) -> Hashable:
-    """Return a key that identifies evaluated parameters: the address, shape, strides and dtype of each array. The
-    address alone is not enough: a transposed or broadcast view begins at the same address as its array."""
+    """Evaluate the parameters and return a key that identifies them: the address, shape, strides and dtype of each
+    array. The address alone is not enough: a transposed or broadcast view begins at the same address as its array."""
     key: list[Hashable] = [kind]
     for path, leaf in tree_flatten(parameters):
         if isinstance(leaf, mx.array):
@@ -80,13 +78,13 @@ def key_of(kind: Hashable, parameters: Any) -> Hashable:
 
 def with_float_weights(packing: Packing, arrays: Arrays) -> Arrays:
     """Return the arrays with each quantized weight (integers, scales and biases) replaced by its dequantized matrix
-    in the dtype of x."""
-    dtype, quantized = arrays["x"].dtype, packed_names(arrays)
+    in float32, the dtype of x: a call with quantized weights is never in float64."""
+    quantized = packed_names(arrays)
     floats = {name: array for name, array in arrays.items() if name not in quantized}
     for name in WEIGHTS:
         if is_packed(name, arrays):
             # The integers, scales and biases of this weight, such as Wh, Wh_scales and Wh_biases.
             parts = {part: arrays[part] for part in quantized if part.partition("_")[0] == name}
             # name=name: the function keeps this name, because the loop changes the variable.
-            floats[name] = cached((packing, dtype), parts, lambda parts, name=name: matrix(packing, parts, name, dtype))
+            floats[name] = cached(packing, parts, lambda parts, name=name: matrix(packing, parts, name, mx.float32))
     return floats
