@@ -203,6 +203,14 @@ def check_number(op: str, name: str, value: object) -> float:
     return number
 
 
+def check_probability(op: str, name: str, value: object) -> float:
+    """Check a number of any type in [0, 1] and return it as Python's float. Raise ValueError for anything else."""
+    number = check_number(op, name, value)
+    if not 0 <= number <= 1:
+        fail(op, f"{name} must lie in [0, 1]", value)
+    return number
+
+
 def check_limit(op: str, name: str, limit: object) -> float | None:
     """Check the limit of a clip, a number or None. Return it as Python's float, or None if there is no limit: None, 0
     or a negative number."""
