@@ -765,7 +765,8 @@ class RecurrentNorm:
         self.c: Array = np.empty((1, chunk * B), dtype)  # c = r^2 m for each column of a chunk
         self.tiles: Tiles = Tiles(P, B, dtype)
         self.scratch: Array = np.empty((P, B), dtype)
-        # through_step: the function that computes the gradient of h_in at one step, for B = 1 or for more items.
+        # through_step: the function that turns E = Wh^T D into the gradient of h_in at one step. For B = 1 there is a
+        # faster one.
         self.through_step: Callable[..., None] = self.through_columns if B > 1 else self.norm.through_column
 
     def begin_chunk(self, start: int, h_in: Array) -> None:

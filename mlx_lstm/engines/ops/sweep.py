@@ -476,8 +476,8 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
-    # The forward step multiplies a vector by Wp^T ("W0T"); it is known. The backward step multiplies the gradient
-    # before the clip by Wp ("W0"). So this gradient is the operand of "W0" in the graph, node n.
+    # In this graph the forward step multiplies a vector by Wp^T ("W0T"), which `projected_vector` computes. The
+    # backward step multiplies the gradient before the clip, the wanted result, by Wp ("W0"): node n.
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
     n = graph.operand("W0")
     return values_of(graph.nodes, [n], known, like=dh)[n]
