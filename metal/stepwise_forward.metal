@@ -6,28 +6,33 @@
 // After a barrier each thread computes the cell of some pairs of one unit and one item; `cell` is the number of such a
 // pair.
 //
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array (type
-//             Absent)
-//   row       the array that a launch writes: a.after. a.before is the row of the previous step. A row contains, in
-//             this order: the states besides h, [B, D C H], as float; m [B, D H]; if SAVES, the numbers that the
-//             backward pass needs (mostly the gates), [B, D KEPT H]. All are 0 past an item's end
-//   m         h or, with a projection, the vector from which a separate launch computes h = m Wp^T
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
-//   b, j      batch item, unit. length: the item's steps; live: it has not ended at time t
-//   place(s, t, b, width)   position of item b at time t in an array [T, B, D width]; if it has no T, t is 0
-//   Cell      the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
-//             with a recurrent product; C = CARRIED, states besides h; KEPT, saved numbers; INPUTS of a user's cell;
-//             PASSES_H: the cell reads h outside its product
-//   Product   ROWS and COLUMNS of a threadgroup's product, its number of THREADS, and its function product<Gates,
-//             FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own): x times the transposed weights of all gates from FIRST
-//             on, UNITS columns each, into own.sums [ROWS][COLUMNS]; own: the threadgroup's part
-//   x         the operand of the product, here Previous
-//   group     the threadgroup's number: along units, batch items, directions
-//   S, X      the dtype of the arrays; the type of a row's elements
-//   z         [T, B, D G H]: the input's part of the preactivations, G = GATES
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes: a.after. a.before is the row of the previous step. A row contains, in
+//                this order: the states besides h, [B, D C H], as float; m [B, D H]; if SAVES, the numbers that the
+//                backward pass needs (mostly the gates), [B, D KEPT H]. All are 0 past an item's end
+//   m            h or, with a projection, the vector from which a separate launch computes h = m Wp^T
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
+//   b, j         the batch item and the unit
+//   length, live the number of the item's steps; whether the item has not ended at time t
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   Cell         the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
+//                with a recurrent product; C = CARRIED, states besides h; KEPT, saved numbers; INPUTS of a user's cell;
+//                PASSES_H, whether the cell reads h outside its product
+//   Product      the struct that computes a product, with the constants ROWS, COLUMNS (of a threadgroup) and THREADS.
+//                product<Gates, FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own) multiplies x by the transposed
+//                weights of all gates from FIRST on, UNITS columns per gate, and writes own.sums [ROWS][COLUMNS]
+//   own          the threadgroup's part of the product
+//   x            the operand of the product, of type Previous
+//   group        the threadgroup's number: along units, batch items, directions
+//   S, X         the dtype of the arrays; the type of a row's elements
+//
+// The arrays, G = GATES:
+//   z            the input's part of the preactivations, [T, B, D G H]
 //   Wh [D, G H, K]   Wp [D, K, H]   h0 [B, D K]   c0 [B, D C H]   lengths [B]   keep [T, B, D]   mask [T or 1, B, D K]
-//   h_before  [B, D K]: with a projection h of the previous step     inputs   [T, B, D INPUTS H]
-//   numbers   [3]: forget bias, limit of c, limit of a projected h
+//   h_before     with a projection h of the previous step, [B, D K]
+//   inputs       the inputs of a user's cell, [T, B, D INPUTS H]
+//   numbers      [3]: the forget bias, the limit of c, the limit of a projected h
 
 // One row of the product's operand mask * h_before, the numbers of one batch item. h, mask: pointers to the numbers
 // that the product reads next. If the call has no mask, `mask` has the type Absent.

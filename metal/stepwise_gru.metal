@@ -7,24 +7,30 @@
 // A threadgroup computes some units of ROWS batch items. First its threads compute the product together. After a
 // barrier each thread computes some pairs of one unit and one item; `cell` is the number of such a pair.
 //
-//   r, z, n   the gates: reset, update, candidate. The array a.z is not the gate z: it is the input's part of the
-//             preactivations, [T, B, D 3H]
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
-//   row       the array that a launch writes: a.after. a.before: the row of the step processed before this one
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K, D
-//   b, j      batch item, unit. length: the item's steps; live: it has not ended at time t
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
-//   at        the position of a unit's number in [B, D H]      units   how many numbers such an array has
-//   b0, j0    the threadgroup's first item and unit            group   its number: along units, items, directions
-//   Cell      the GRU's struct: GATE_R, GATE_Z, GATE_N number the gates; block(gate) is the position of its H numbers
-//   Product   ROWS and COLUMNS of a threadgroup's product, its number of THREADS, and its function product<Gates,
-//             FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own): x times the transposed weights of the gates from FIRST
-//             on, UNITS columns each, into own.sums [ROWS][COLUMNS]; own: the threadgroup's part
-//   S         the dtype of the arrays      Index   the integer type that counts elements
-//   pad_row   fills a row of fewer than 8 elements with zeros: Metal would bind it in another address space
+//   r, z, n      the gates: reset, update, candidate. The array a.z is not the gate z: it is the input's part of the
+//                preactivations, [T, B, D 3H]
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes: a.after. a.before: the row of the step processed before this one
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K, D
+//   b, j         the batch item and the unit
+//   length, live the number of the item's steps; whether the item has not ended at time t
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   at, units    the position of a unit's number in an array [B, D H]; how many numbers such an array has
+//   b0, j0       the threadgroup's first item and unit
+//   group        the threadgroup's number: along units, batch items, directions
+//   Cell         the GRU's struct: GATE_R, GATE_Z, GATE_N number the gates; block(gate) is the position of its H
+//                numbers
+//   Product      the struct that computes a product, with the constants ROWS, COLUMNS (of a threadgroup) and THREADS.
+//                product<Gates, FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own) multiplies x by the transposed
+//                weights of the gates from FIRST on, UNITS columns per gate, and writes own.sums [ROWS][COLUMNS]
+//   own          the threadgroup's part of the product
+//   S, Index     the dtype of the arrays; the integer type that counts elements
+//   pad_row      fills a row up to 8 elements, because MLX would pass a shorter array in another address space
 //
 //   Wh  [D, 3H, H]     h0  [B, D H]     keep  [T, B, D]     mask  [T or 1, B, D H], including keep     lengths  [B]
-// stepwise_forward.metal and stepwise_backward.metal describe the other arrays and Previous, the operand mask h_before.
+// stepwise_forward.metal and stepwise_backward.metal describe the other arrays, and Previous, the operand mask
+// h_before.
 
 // First launch of a forward step: compute the gates r and z, and r * mask * h_before, the operand of the candidate's
 // product. a.after [3, B, D H] gets r * mask * h_before, r and z, in this order. The second launch reads this array as

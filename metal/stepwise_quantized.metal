@@ -9,20 +9,25 @@
 // ByTiles (stepwise_tiles.metal), which multiplies 8 x 8 matrices; a lane dequantizes its weights in registers just
 // before. This file defines the struct LaneColumns of ByTiles for quantized weights.
 //
-//   BITS     the bits of a weight       GROUP   how many weights of a row share a scale: a quantization group
-//   Packed   the struct of a quantized matrix: words, 32 bits each, with the bits of the weights; scales; biases, whose
-//            type B is Absent if there are none. A, T: types of scales and of biases
-//   number_at<BITS>(words, e, biases)   for weight e the number that the product uses in place of q
-//   of_group, scale_of, value_of        apply scale and bias to a group's sum; read a scale; number_at's result as q
-//   ROWS     batch items of a threadgroup       OWN   how many columns (rows of weights) a team has
-//   COUNT    TAKEN<BITS, GROUP, ROWS>           rows  a lane's pointers into x, one per batch item
-//   R        the type of such a pointer: operands_at<N>(row, k, values) reads N numbers from number k on, move(row, n)
-//            goes n numbers further
-//   place    a lane's number in its team; in the product in tiles its row in an 8 x 8 matrix
-//   turn     the product in tiles adds up K in turns of TURN = 128 terms; a turn is 16 pairs of 8 x 8 matrices
-//   quad     four successive pairs of these. A lane has 16 neighbouring weights per turn and column: number 4 n + m is
-//            for matrix m of quad n
-//   Index    the integer type that counts elements of arrays;  Absent: in place of an array that the call lacks
+//   BITS         the bits of a weight
+//   GROUP        how many neighbouring weights of a row share a scale: a quantization group
+//   Packed       the struct of a quantized matrix: 32-bit words with the bits of the weights, scales, and biases, whose
+//                type B is Absent if there are none. A, T: the types of scales and of biases
+//   number_at<BITS>(words, e, biases)   the number that the product uses in place of q of weight e
+//   value_of, scale_of   return the result of number_at as q; read a scale
+//   of_group     applies scale and bias to the sum over a group
+//   ROWS         the batch items of a threadgroup
+//   OWN          how many columns (rows of weights) a team has
+//   COUNT        TAKEN<BITS, GROUP, ROWS>
+//   rows         a lane's pointers into x, one per batch item, of type R. operands_at<N>(row, k, values) reads N
+//                numbers from number k on; move(row, n) goes n numbers further
+//   place        a lane's number in its team; in the product in tiles its row in an 8 x 8 matrix
+//   turn         TURN = 128 terms of each sum, which the product in tiles adds up at once, with 16 pairs of 8 x 8
+//                matrices
+//   quad         four successive pairs of these matrices. A lane has 16 neighbouring weights per turn and column:
+//                number 4 n + m is for matrix m of quad n
+//   Index        the integer type that counts elements of arrays
+//   Absent       the type of an array that the call does not have
 
 // Return the matrix of quantized weights that begins at row number `row` of `weights`. K: how many weights a row has;
 // they fill K BITS / 32 words. from(biases, n) is a pointer to bias n, or `absent` without biases.

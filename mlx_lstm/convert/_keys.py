@@ -363,17 +363,17 @@ def arranged(
 
 def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D: int) -> bool:
     """Return whether the layers fit together as a stack: all have the same number of units, and the input of each layer
-    is as wide as the output of the layer below.
+    has as many numbers as the output of the layer below.
 
     whole: the groups of keys by (layer, direction). parts: the arrays of a group by its `form`: one dict, or two if the
     group holds both directions. D: the number of groups of each layer. So the output of a layer has P * D * len(first)
     numbers, where P, the size of h in one direction, is the number of columns of Wh.
     """
     first = parts[whole[0, 0].form]
-    width = first[0]["Wh"].shape[-1] * D * len(first)
+    outputs = first[0]["Wh"].shape[-1] * D * len(first)
     each = [(layer, arrays) for (layer, _), group in whole.items() for arrays in parts[group.form]]
     same = len({arrays["Wh"].shape for _, arrays in each}) == 1
-    return same and all(arrays["Wx"].shape[-1] == width for layer, arrays in each if layer)
+    return same and all(arrays["Wx"].shape[-1] == outputs for layer, arrays in each if layer)
 
 
 def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list[Arrays]:
@@ -439,7 +439,7 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
             if array.shape[0] % len(usual):
                 fail("convert", f"{name} of {group.own} must have {len(usual)}H rows", f"shape {list(array.shape)}")
         words = words | {name: reorder(array, before, usual) for name, array in by_gate.items()}
-    # A layer has both biases bx and bh or none of them, and a GRU's bhn only beside b.
+    # A layer has both biases bx and bh or none of them. A GRU has bhn only together with b.
     for one, other in (("bx", "bh"), ("bh", "bx"), ("bhn", "b")):
         if one in words and other not in words:
             leaf = {"bx": "bias_ih", "bh": "bias_hh"}.get(other, other)

@@ -146,7 +146,7 @@ def layer_of(
         H = weights.hidden_size
         # sizes: the shape of the first state, or [H] if the file does not contain it.
         sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
-        if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its width
+        if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its size
             fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
     return weights
 

@@ -156,7 +156,7 @@ def from_cudnn(
         num_layers, num_units, input_size (int): the sizes, which cannot be read from the buffer.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
         bidirectional (bool): whether the buffer holds both directions. Default: `False`.
-        num_proj (int): the projection's width, of an lstm. Default: 0, none.
+        num_proj (int): the size of the projected h of an lstm. Default: 0, no projection.
 
     Returns:
         Weights: views of the buffer.

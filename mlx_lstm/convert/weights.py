@@ -250,11 +250,11 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
             fail(op, f"{title(0, 0, word)} must be there", "no such array")
         check_array(op, title(0, 0, word), first[word], ["rows", "columns"])  # two axes of any size
     # Wh has GH rows and P columns. With a projection P is the number of rows of Wp, else P is H.
-    rows, width = first["Wh"].shape
+    rows, columns = first["Wh"].shape
     P = first["Wp"].shape[0] if "Wp" in first else rows // G
     blocks = "H" if G == 1 else f"{G}H"
-    if rows % G or width != P or not rows:
-        sizes = "" if "Wp" in first else f" = [{G * width}, {width}]"
+    if rows % G or columns != P or not rows:
+        sizes = "" if "Wp" in first else f" = [{G * columns}, {columns}]"
         rule = f"{title(0, 0, 'Wh')} must have shape [{blocks}, {'P' if 'Wp' in first else 'H'}]{sizes}"
         fail(op, rule, f"shape {list(first['Wh'].shape)}")
     # shapes: the shape that each array must have. A layer above the first reads the D P outputs of the layer below.

@@ -109,10 +109,10 @@ class GridCase(NamedTuple):
         """Return the reason why an engine cannot run this case, or "" if it can. machine: facts to assume about the
         machine instead of asking it, for example device="gpu" or metal=True."""
         cells: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(reset=self.options.get("reset", "after"))}
-        T, B, width, H, _ = self.options["sizes"]
+        T, B, I, H, _ = self.options["sizes"]
         options: dict[str, Any] = {name: self.options.get(name, False) for name in ("bidirectional", "projection")}
         cell = cells.get(self.op, RNNCell())
-        return hindrance(engine, (T, B, width, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
+        return hindrance(engine, (T, B, I, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
 
     def limits(self) -> AbstractContextManager[object]:
         """Return the context in which this case has to run. If `long` is set, kernels inside this context use 64-bit
