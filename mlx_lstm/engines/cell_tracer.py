@@ -71,8 +71,7 @@ forbidden operation that MLX lists before it, such as the transposition of the m
 ADVICE = {
     "the products of x and h belong into Wx and Wh, any other product into a step for mlx_lstm.recurrent": PRODUCTS,
     "a step that mixes units is one for mlx_lstm.recurrent; norm= normalises the products": (
-        *("Reduce", "Softmax", "LogSumExp", "LayerNorm", "RMSNorm", "Scan"),
-        *("ArgReduce", "Sort", "ArgSort", "Partition"),
+        *("Reduce", "Softmax", "LogSumExp", "Scan", "ArgReduce", "Sort", "ArgSort", "Partition"),
     ),
     "a cell must not change shapes, but a step for mlx_lstm.recurrent may": (
         *("Reshape", "Transpose", "Slice", "Split", "Concatenate", "Gather", "GatherAxis", "ExpandDims", "Squeeze"),
