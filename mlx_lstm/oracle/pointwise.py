@@ -125,8 +125,8 @@ def computed(p: OneDirection, values: dict[int, Array], outputs: Sequence[int], 
 def jumps(p: OneDirection, s: Step) -> Iterator[Array]:
     """Yield for each node of the graph the distance, at one step, to a point where rounding can make its result or its
     slope jump. For a comparison, a maximum or a minimum this is the difference of the two operands. For floor, ceil,
-    round, sign and abs it is the distance of the argument to the nearest point where the function or its slope jumps;
-    for a remainder that of the quotient."""
+    round, sign and abs it is the distance of the argument to the nearest point where the function or its slope jumps.
+    For a remainder it is the distance of the quotient to the nearest integer."""
     graph, values = p.graph, s.values
     # Also compute the nodes that only the gradient needs, but none that depends on a gradient.
     computed(p, values, [n for n in range(len(graph.nodes)) if not reads_gradient(graph, n)], Rounding(np.float64))

@@ -203,9 +203,9 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
 
 def collect(p: OneDirection, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Rounding) -> Tensors:
     """Return the gradients of all arguments: sums over the time steps. rows: for each time step a pair (t, arrays [B,
-    ...] of this step by name): da, the gradient of the preactivations, drecurrent, that of the recurrent product, dx,
-    that of the input, and so on. dh0, dc0: the gradients of the first states. `entered`: what the candidate's rows of a
-    GRU's Wh multiply, h_in or r h_in; all other rows multiply h_in."""
+    ...] of this step by name): da (the gradient of the preactivations), drecurrent (of the recurrent product), dx (of
+    the input) and so on. dh0, dc0: the gradients of the first states. `entered`: what the candidate's rows of a GRU's
+    Wh multiply, h_in or r h_in; all other rows multiply h_in."""
 
     # Return the entry `name` of all rows as one array [T, B, width].
     def sequence(name: str, width: int) -> Array:

@@ -102,7 +102,7 @@ class Normalisation:
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, B] the array a, normalised to mean 0 and variance 1 in each block, and to r [blocks, 1, B] the
         factors 1 / sqrt(variance + eps). y may be a itself."""
-        # parts: a, divided into blocks [blocks, n / blocks, B]; out: y, likewise.
+        # parts, out: a and y, divided into blocks: [blocks, n / blocks, B].
         parts, out, scratch = a.reshape(self.shape), y.reshape(self.shape), self.scratch.reshape(self.shape)
         if not self.centred:
             np.matmul(self.row, parts, out=self.mean)
@@ -165,7 +165,7 @@ class Normalisation:
         self.dscale, self.dshift = (np.zeros_like(scaled) if wanted else None for wanted in (scale, shift))
 
     def share_scratch(self, other: "Normalisation") -> None:
-        """Use the scratch memory of another norm of the same sizes."""
+        """Use the scratch memory of another norm of the same sizes, so that the CPU's cache holds fewer arrays."""
         self.scratch = other.scratch
 
     def add_gradients(self, products: WeightGradients, scale: str, shift: str) -> None:
@@ -268,7 +268,7 @@ class OneBlock(Normalisation):
         self.wide_scratch: Array = self.scratch.reshape(self.tiles.shape)
 
     def share_scratch(self, other: Normalisation) -> None:
-        """Use the scratch memory of another norm of the same sizes."""
+        """Use the scratch memory of another norm of the same sizes, so that the CPU's cache holds fewer arrays."""
         super().share_scratch(other)
         self.wide_scratch = self.scratch.reshape(self.tiles.shape)
 
@@ -309,7 +309,7 @@ class NormOfC:
         self.norm.before(d, y, r, out)
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale and shift to those of the call."""
+        """Add the gradients of scale and shift to the gradients that `products` collects."""
         self.norm.add_gradients(products, "norm_c_scale", "norm_c_shift")
 
 
@@ -488,7 +488,7 @@ class InputNormOfSteps:
         self.norm.before(self.d, y, self.r, out)
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale, shift and bias to those of the call."""
+        """Add the gradients of scale, shift and bias to the gradients that `products` collects."""
         self.norm.add_gradients(products, "norm_input_scale", "norm_input_shift")
         if self.norm.dshift is not None and "b" in products.out:  # b is a part of the shift: the same gradient
             products.add("b", self.norm.dshift.sum(axis=1))
@@ -606,7 +606,7 @@ class Factor:
             self.R = np.full_like(square, np.nan, W.dtype)
         self.eps: float = eps
         self.wide_eps: Array = np.array(eps, W.dtype)  # as an array of the dtype of W, for NumPy's functions
-        self.row: Array = np.ones((1, len(square)), W.dtype)  # a product with it is a sum over K
+        self.row: Array = np.ones((1, len(square)), W.dtype)  # a product with this row sums over K
         self.scratch: Array = np.empty((len(square), B), W.dtype)
         self.tiles: Tiles = Tiles(len(square), B, W.dtype)  # repeats r, so that NumPy multiplies u by r in longer loops
 
@@ -642,8 +642,8 @@ class Factor:
 
 
 class NormByFactors:
-    """The forward pass of a call whose norms are computed by factors. The steps run like those of a call without these
-    norms, with the changed arrays `arrays` and with h multiplied by a factor at each step (`enter`)."""
+    """The forward pass of a call whose norms are computed by factors. The steps compute no norm: they read the changed
+    arrays `arrays`, and at each step `enter` multiplies h by a factor."""
 
     def __init__(self, problem: Problem, v: Views, norms: Array | None, rows: int):
         """Prepare `arrays`: multiply the weights by the scales of the norms, add the shifts to the bias, and multiply x
@@ -741,8 +741,8 @@ class ProductNorm:
         self.S += (u * c).T @ u
 
     def add_gradients(self, products: WeightGradients, weights: str, scale: str) -> None:
-        """Add the gradients of W and of the scale to those of the call, computed from the sums A and S. weights, scale:
-        the names of W and of the scale in the call."""
+        """Compute the gradients of W and of the scale from the sums A and S, and add them to the gradients that
+        `products` collects. weights, scale: the names of W and of the scale in the call."""
         if scale in products.out:
             products.add(scale, np.einsum("rk,rk->r", self.A, self.W))  # the sum of A W over K
         if weights in products.out:  # dW = scale A - W S
@@ -765,7 +765,8 @@ class RecurrentNorm:
         self.c: Array = np.empty((1, chunk * B), dtype)  # c = r^2 m for each column of a chunk
         self.tiles: Tiles = Tiles(P, B, dtype)
         self.scratch: Array = np.empty((P, B), dtype)
-        # through_step: the function that computes the gradient of h_in at one step, for B = 1 or for more items.
+        # through_step: the function that turns E = Wh^T D into the gradient of h_in at one step. For B = 1 there is a
+        # faster one.
         self.through_step: Callable[..., None] = self.through_columns if B > 1 else self.norm.through_column
 
     def begin_chunk(self, start: int, h_in: Array) -> None:
@@ -820,7 +821,7 @@ class RecurrentNorm:
         products.accumulate("norm_shift", dz, np.ones(N, dz.dtype))  # the product with ones is the sum over the columns
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of Wh and of the scale to those of the call."""
+        """Add the gradients of Wh and of the scale to the gradients that `products` collects."""
         self.norm.add_gradients(products, "Wh", "norm_scale")
 
 
@@ -847,7 +848,7 @@ class InputProductNorm:
         products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))  # the sum of d over its columns
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of Wx and of the scale to those of the call."""
+        """Add the gradients of Wx and of the scale to the gradients that `products` collects."""
         self.norm.add_gradients(products, "Wx", "norm_input_scale")
 
 
@@ -879,7 +880,8 @@ class NormBackward:
         # of_input: the norm of the input's product, if each step computes it. Then `dz` gets the gradients of this
         # product.
         self.of_input: InputNormOfSteps | None = of_input if isinstance(of_input, InputNormOfSteps) else None
-        # A GRU's bhn is added after the norm, like the shift. So the gradient of bhn is a part of that of the shift.
+        # A GRU's bhn is added after the norm, like the shift. So the gradient of the shift contains the gradient of
+        # bhn.
         has_shift = bool({"norm_shift", "bhn"} & v.keys())
         norm.prepare_backward(scaled=self.d, scale="norm_scale" in v, shift=has_shift)
         self.ended: Array | None = None  # the indices of the batch items that have ended before this step, or None
@@ -922,7 +924,8 @@ class NormBackward:
         return dp
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale and shift, summed over the batch, to those of the call."""
+        """Sum the gradients of scale and shift over the batch, and add them to the gradients that `products`
+        collects."""
         self.norm.add_gradients(products, "norm_scale", "norm_shift")
         # Usually `StepBackward.end_chunk` computes the gradient of bhn as the sum of `dz`. But if each step computes
         # the norm of the input's product, `dz` has other gradients. Then the sum of `d` is used, which is `dshift`.

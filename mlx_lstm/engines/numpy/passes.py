@@ -148,7 +148,7 @@ class BackwardSweep:
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
         self.dc: Array = first_state(dv, "cT", (carried * H if has_c else 0, B), dtype)
         # waiting: pairs (dh or dc, a copy of it). While an item does not run, its column of dh and dc is 0, so that it
-        # adds nothing to any gradient. When the item begins to run, its column of the copy replaces the 0.
+        # adds nothing to any gradient. When the item begins to run, its column of the copy is written to dh and dc.
         self.waiting: list[tuple[Array, Array]] = []
         if self.ends.shortest < problem.T:
             self.waiting = [(self.dh, self.dh.copy()), (self.dc, self.dc.copy())]

@@ -280,8 +280,9 @@ class Groups:
         return (self.into[n].array, self.into[n].row - self.by_row[n][0]) if n in self.into else None
 
     def group(self, members: list[int]) -> None:
-        """Make groups of these nodes, each as large as possible: nodes that depend on one another cannot be in one
-        group. members: nodes with the same operation, in the order of their rows."""
+        """Make groups of these nodes of the graph, each as large as possible; one statement computes a group. Nodes
+        that depend on one another cannot be in one group. members: nodes with the same operation, in the order of their
+        rows."""
         while members:
             # n: how many of the first members can be one group.
             n = next(n for n in range(len(members), 0, -1) if n == 1 or self.is_possible(members[:n]))
@@ -296,8 +297,9 @@ class Groups:
         return ordered(self.nodes, self.order, groups, self.known) is not None
 
     def side_by_side(self, members: list[int]) -> None:
-        """Make groups of neighbouring nodes whose operands are in neighbouring blocks or can be computed there.
-        members: nodes whose results shall lie in neighbouring blocks, in this order."""
+        """Make groups of nodes whose results shall lie in neighbouring blocks of an array; one statement computes a
+        group. This needs operands that also lie in neighbouring blocks, or can be computed there. members: the nodes,
+        in the order of the blocks of their results."""
         while members:
             # count: how many of the first members are one group. placed: lists of operands that need neighbouring
             # blocks.
@@ -499,8 +501,8 @@ class Writer:
         return name
 
     def operand(self, nodes: Sequence[int]) -> str:
-        """Return the name of these operands in the statements: that of a constant, or that of the neighbouring blocks
-        in which the nodes lie."""
+        """Return the name by which a statement reads these nodes: the name of a constant, or of the neighbouring blocks
+        in which they lie."""
         node = self.nodes[nodes[0]]
         if node.op != "const":
             return self.text([self.place[n] for n in nodes])

@@ -342,8 +342,8 @@ class Step:
         self, problem: Problem, v: Views, streamed: bool, norms: Array | None
     ) -> tuple[Views, Normalisation | None, InputNorm | InputNormOfSteps | None]:
         """Return (arrays, norm, norm of the input's product): the arrays of the call as the products read them, the
-        norm of the recurrent product or of the sum, and that of the input's product. A norm is None if the step does
-        not compute it. streamed: steps arrive one at a time; the caller then computes the input's part."""
+        norm of the recurrent product or of the sum, and the norm of the input's product. A norm is None if the step
+        does not compute it. streamed: steps arrive one at a time; the caller then computes the input's part."""
         # `centres` decides by the number of steps whether centred weights pay. A stream has many steps in all, so it
         # gets P as the number of steps.
         many = problem._replace(T=problem.P) if streamed else problem
@@ -469,7 +469,8 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     normalises = plan.cell.norm is not None and plan.cell.norm.of is not None and not by_weights
     for name in [*["dz"] * normalises, *["dx"] * with_input]:
         read.pop(name)  # not columns of the chunk, but an array of one step, which `NormBackward` has
-    # N0.is_current = False: the numbers that the norm of c holds belong to another step.
+    # before: the first statements of a step. N0 is the norm of c. Setting N0.is_current to False tells it that the
+    # numbers it holds belong to another step.
     before = [line for name, line in read.items() if name in words] + ["N0.is_current = False"] * ("N0" in words)
     fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "N0", "k0", "k1"]
     fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"]
@@ -505,8 +506,8 @@ class StepBackward:
     direct: Array | None = None
     """The part of the gradient of h_prev that bypasses the recurrent product, [H, B]; None if there is no such part."""
     q: Array | None = None
-    """The recurrent products that the backward pass computes again, at each step of a chunk: that of a GRU's candidate.
-    None if there are none."""
+    """The recurrent products that the backward pass computes again, at each step of a chunk: the product of a GRU's
+    candidate. None if there are none."""
 
     def __init__(self, problem: Problem, v: Views, saved: Views, exposes: bool):
         """Allocate the arrays that every backward step overwrites. saved: the outputs h, c and gates of the forward
@@ -609,9 +610,9 @@ class StepBackward:
 
     def begin_chunk(self, start: int, h_prev: Array, h_in: Array, x: Array | None) -> None:
         """Begin a chunk of steps, the first of which is step `start`: compute everything that one product can compute
-        for all of its steps. That is q = Wh_n h_in + bhn, the product of a GRU's candidate, normalised if the cell does
-        so, and what the norms need. h_prev [steps, B, H]: h before each step. h_in [steps * B, H]: h_prev times the
-        mask. x [steps * B, I]: the input, if each step normalises the input's product; else None."""
+        for all of its steps. These are q = Wh_n h_in + bhn, the recurrent part of a GRU's candidate, which may be
+        normalised, and arrays of the norms. h_prev [steps, B, H]: h before each step. h_in [steps * B, H]: h_prev times
+        the mask. x [steps * B, I]: the input, if each step normalises the input's product; else None."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
         if isinstance(self.of_input, InputNormOfSteps) and x is not None:
             self.of_input.begin_chunk(x)

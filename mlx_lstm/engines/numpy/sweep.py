@@ -146,15 +146,15 @@ def backward(
     by_segment = {name: a for name in HIDDEN if isinstance(a := saved.get(name), list)}
     # hidden: for each segment a dict of its saved arrays.
     hidden = [{name: a[n] for name, a in by_segment.items()} for n in range(len(parts))]
-    # wanted: the names of all gradients but that of x. factored: those of them that are returned as two factors. new:
-    # the memory of the others.
+    # wanted: the names of all gradients except x. factored: the names in `wanted` of gradients that are returned as two
+    # factors. new: the memory of all other gradients.
     wanted = [name for name in v if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))]
     factored = [name for name in factored_names(problem, v) if name in wanted] if as_factors and not parts else []
     new = {name: NewArray(v[name].dtype, v[name].shape) for name in wanted if name not in factored}
     if "x" not in left_out:
         new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
-    # The new memory contains zeros. Three gradients need these: that of the mask, to which each step adds its term, and
-    # those of `keep` and `inputs`, which are written only at steps that run.
+    # The new memory contains zeros, which three gradients need: each step adds its term to the gradient of the mask,
+    # and the gradients of `keep` and `inputs` are written only at steps that run.
     out = {name: array.memory for name, array in new.items()}
     projects = "Wx" in v  # whether the call has a Wx; `out` may lack it, because a quantized Wx has no gradient
     written: set[int] = set()  # the first steps of the chunks of dx that one direction has written already
