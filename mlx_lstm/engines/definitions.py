@@ -164,7 +164,7 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
     c = f * c_prev + i * g
     if v["limit"] is not None:
         c = s["clip"](c, v["limit"], cell.clip_gradient)
-    # shown: the c from which h is computed. s["norm"] calls v["norm"], or writes its node into a graph.
+    # shown: the c from which h is computed, normalised if the cell does so.
     shown = c if v["norm"] is None else s["norm"](c, v["norm"])
     if cell.norm is not None and cell.norm.c == "state":
         c = shown

@@ -133,7 +133,7 @@ def backward(
     gradients as two factors, which `multiplied` then multiplies. left_out: the names of gradients that nobody needs,
     () or ("x",).
     """
-    # Without training the forward pass saved too little, and runs again.
+    # Run the forward pass again if it did not save what this pass reads, as without training.
     if any(saved.get(name) is None for name in reads(problem.cell)):
         saved = forward(problem._replace(training=True), arrays)
     packing = problem.packing
