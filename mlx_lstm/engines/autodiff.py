@@ -84,7 +84,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     `chunked` casts them chunk by chunk.
     """
     dtype, batch_first = problem.dtype, problem.batch_first
-    if problem.plain and engine == "numpy":  # `numpy` reads both memory orders of x without an operation of MLX
+    if problem.plain and engine == "numpy":  # `numpy` reads x as [B, T, I], too, so no swapaxes is needed
         if dtype in HALVES:
             arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
@@ -153,7 +153,7 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
         gradients = of_all_steps()
     elif problem.plain:  # nobody can ask for a derivative of the gradients
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
-    else:  # `numpy` evaluates its arrays; they must keep their graphs, which an outer derivative needs
+    else:  # `numpy` evaluates its arrays, which must not lose their graphs: an outer derivative needs these
         gradients = with_graphs_kept(of_all_steps)
     return {name: gradients[name].astype(problem.dtype) for name in with_gradient(problem, arrays)}
 

@@ -85,7 +85,7 @@ def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
         seconds = DAY if keeping == "day" else WEEK if count >= PROCESSES else 0.0
         verdict = Verdict(reason, time.time() + seconds if seconds else 0.0, count)
     _known[trial] = verdict
-    content = dict([*content.items(), (environment(), mine | {trial: verdict})][-MACHINES:])  # the newest ones
+    content = dict([*content.items(), (environment(), mine | {trial: verdict})][-MACHINES:])  # the last MACHINES ones
     texts = {name: {key: written(one) for key, one in own.items()} for name, own in content.items()}
     with suppress(OSError):
         file().parent.mkdir(parents=True, exist_ok=True)
@@ -154,4 +154,4 @@ def verdict_of(value: Any) -> Verdict:
         and isinstance(verdict.processes, int)
     ):
         raise ValueError("a verdict is a text, or has a reason, a time and a number of processes")
-    return verdict._replace(until=float(verdict.until))  # OverflowError: an integer that no clock gives
+    return verdict._replace(until=float(verdict.until))  # raises an OverflowError if the integer is too large

@@ -219,8 +219,7 @@ def shortened(text: str, most: int = MOST) -> str:
     part = most // 3
     rest = text[part:-part]
     error = rest.find("error:")
-    # Begin the part a little before "error:", because a compiler writes the place there, such as "program_source:12:34:
-    # ".
+    # Begin the part a little before "error:", because a compiler writes the file and the line there.
     middle = [rest[max(0, error - part // 4) :][:part]] if error >= 0 else []
     return " ... ".join([text[:part], *middle, text[-part:]])
 

@@ -177,7 +177,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = 130  # the exit code of a process that Ctrl-C ended
     except BrokenPipeError:
         code = 141  # the exit code of a process that SIGPIPE ended
-        if sys.stdout is not None:  # so that Python's last flush does not fail
+        if sys.stdout is not None:  # let stdout lead nowhere, so that Python's last flush at exit does not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(code)
 

@@ -477,7 +477,7 @@ class InputNormOfSteps:
     def back(self, k: int, out: Array) -> None:
         """Write to `out` [G H, B] the gradient of the product at step k of the chunk. Before this call the caller has
         written the gradient of the norm's result to `self.d`."""
-        steps = len(self.ahead)  # the steps of a group
+        steps = len(self.ahead)  # the number of steps in a group
         group, n = divmod(k, steps)  # step k is number n of this group
         if group != self.group:
             x = self.x[group * steps : (group + 1) * steps]
@@ -888,7 +888,7 @@ class NormBackward:
         norm.prepare_backward(scaled=self.d, scale="norm_scale" in v, shift=has_shift)
         self.ended: Array | None = None  # the indices of the batch items that have ended before this step, or None
         if self.of_input is not None:
-            self.of_input.norm.share_scratch(norm)  # so that fewer arrays are in the cache
+            self.of_input.norm.share_scratch(norm)  # so that the CPU's cache holds fewer arrays
         self.candidate: slice = cell.block("n", problem.H) if "bhn" in v else slice(0)  # the rows of a GRU's candidate
         # dx: the gradients of the input's part of the gates in `other`, which a step writes. self.other: for each of
         # these gates its rows in `d` and its part of `dx`. Only a step that computes the norm of the input's product

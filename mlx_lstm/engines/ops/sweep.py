@@ -317,7 +317,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     sweep |= {"y": norms["y"]} if norms else {}
     if problem.cell.carried:
         return sweep | {"dh0": dh, "dc0": dc}
-    del sweep["dh"]  # only the gradient of an LSTM's projection needs it
+    del sweep["dh"]  # only the gradient of an LSTM's projection reads it
     return sweep | {"dh0": dh}
 
 
