@@ -156,7 +156,7 @@ def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
 
 
 def trigram(codes: np.ndarray, size: int) -> np.ndarray:
-    """Return [V, V, V], the probability of each character after two others, by interpolated Kneser-Ney.
+    """Return the probability of each character after two others, [size, size, size], by interpolated Kneser-Ney.
 
     The trigram falls back to a bigram, the bigram to a unigram, the unigram to a uniform distribution. The bigram
     and the unigram do not count how often a character occurs. They count in how many different contexts it occurs.

@@ -3,23 +3,30 @@
 // one lane lie at fixed distances, and the vectors of neighbouring lanes lie side by side. So a lane needs no bounds
 // checks and no address arithmetic to read them. This copy runs once per pass, with one thread per vector of 4 weights.
 //
-//   D, G, H     directions, gates, hidden units. COUNT: the vectors of a lane. H and COUNT come from the array `sizes`,
-//               not from template parameters, so that one compiled kernel serves layers of any size
-//   index       the number of a lane (thread) in its threadgroup; `vector`: the number of one of its vectors
-//   unit, block, k   which weights a vector holds: the row of Wh of this unit and of the gate at position `block` on
-//               the gate axis; k: the first of them in the row. In the backward pass it is a column of Wh
-//   BACK        whether the order is that of the backward pass, which multiplies by the columns of Wh
-//   MATRICES    whether it is that of products of 8 x 8 matrices (fused_matrix.metal), else of products in lanes
-//   LANES, UNITS, GROUP   LANES adjacent lanes share a unit; LANES * UNITS = GROUP lanes divide the rows of UNITS units
-//   SLOTS, PER  rows of weights of a lane; those of one unit: one per gate, or 1 in the backward pass
-//   Cell        the struct of a cell (cell.metal): GATES is G, block(n) the position of gate n. Lanes<Cell>
-//               (fused_lanes.metal): slot_block(n, lane) is the block of the n-th row that a lane has of its unit
-//   a, S, W     the struct of all arrays; the dtype of the weights; the type of the array Wh
+//   D, G, H      directions, gates, hidden units
+//   COUNT        how many vectors a lane has. H and COUNT come from the array `sizes` and not from template parameters,
+//                so that one compiled kernel serves layers of any size
+//   index        the number of a lane (thread) in its threadgroup
+//   vector       the number of one of the lane's vectors
+//   unit, block, k   which weights the vector holds: those from number k on, in the row of Wh of this unit and of the
+//                gate at position `block` on the gate axis. Backward it is the unit's column of Wh
+//   BACK         whether the order is that of the backward pass, which multiplies by the columns of Wh
+//   MATRICES     whether the order is for products of 8 x 8 matrices (fused_matrix.metal), else for products in lanes
+//   LANES        how many adjacent lanes share a unit
+//   GROUP        LANES * UNITS adjacent lanes, which divide the rows of UNITS units among themselves
+//   SLOTS, PER   how many rows of weights a lane has in all, and of one unit: one per gate, or 1 in the backward pass
+//   Cell         the struct of a cell (cell.metal): GATES is G, block(n) the position of gate n
+//   Lanes<Cell>  slot_block(n, lane) is the block of the n-th row that a lane has of its unit (fused_lanes.metal)
+//   a, S, W      the struct of all arrays; the dtype of the weights; the type of the array Wh
 //
-// Quantized weights: LaneShare (fused_quantized.metal) says which words a lane reads: it has SPAN weights of a row, in
-// pieces of PIECE weights with the same scale (FACTORS: 2 with a bias, else 1). V, the type PackedVector, selects it.
-// FIELD: the bits that a weight takes in these words. Packed (quantized.metal) has the arrays of words, scales and
-// biases; BITS bits per weight, SIZE weights per scale. scale_of<SIZE>: a scale as a float; SIZE tells its format.
+// For quantized weights, LaneShare (fused_quantized.metal) says which words a lane reads:
+//   SPAN         how many weights of a row a lane has
+//   PIECE        how many of these weights have the same scale
+//   FACTORS      2 if a piece has a scale and a bias, else 1
+//   FIELD        the bits that a weight takes in the words that lanes read
+//   V            the type PackedVector, which selects the LaneShare for quantized weights
+//   Packed       the arrays of words, scales and biases (quantized.metal), with BITS bits per weight and one scale per
+//                SIZE weights; scale_of<SIZE> returns a scale as a float
 
 // weight_of returns the k-th weight of the row (or column) of Wh that computes one number for `unit`, or 0 past its
 // end. ALL and BUT_CANDIDATE are special values of its argument `block` in the backward pass.
@@ -41,12 +48,12 @@ float weight_of(W Wh, int H, int unit, int block, int k) {
   return float(Wh[row * H + unit]);
 }
 
-// Find which 4 weights vector number `vector` of lane `index` holds, for the product that is divided among lanes: the
-// weights k ... k + 3 of `unit` and `block`. A lane's first vectors all have the same k: one vector for each gate of
-// its own unit, then one for each gate of unit (own ^ 1), (own ^ 2), ... (exclusive or). The vectors of the same units
-// and gates with the next k follow, and so on. The backward pass of a GRU whose reset comes before the product has two
-// products. There the vectors of the candidate's product come first, with `first` runs of 4 weights for each unit; then
-// come the vectors of the other two gates.
+// Find the 4 weights that vector number `vector` of lane `index` holds, for the product that is divided among lanes:
+// the weights k ... k + 3 of `unit` and `block`. A lane's first vectors all have the same k: one vector for each gate
+// of its own unit, then one for each gate of unit (own ^ 1), (own ^ 2), ... (exclusive or). The vectors of the same
+// units and gates with the next k follow, and so on. The backward pass of a GRU whose reset comes before the product
+// has two products. There the vectors of the candidate's product come first, with `first` runs of 4 weights for each
+// unit; then come the vectors of the other two gates.
 template <class Cell, int UNITS, bool BACK>
 void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, PER = BACK ? 1 : int(Cell::GATES);
@@ -61,10 +68,10 @@ void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& 
   }
 }
 
-// Find which 4 weights vector number `vector` of lane `index` holds, for the product with 8 x 8 matrices: the weights
-// k, k + 1, k + 8 and k + 9 of `unit` and `block` (backward: of all gates). The reason: a vector serves two matrices of
-// 8 columns each, and a lane holds two neighbouring numbers of each matrix, at row_of and column_of. A simdgroup has 8
-// units.
+// Find the 4 weights that vector number `vector` of lane `index` holds, for the product with 8 x 8 matrices: the
+// weights k, k + 1, k + 8 and k + 9 of `unit` and `block` (backward: of all gates). The reason: a vector serves two
+// matrices of 8 columns each, and a lane holds two neighbouring numbers of each matrix, at row_of and column_of. A
+// simdgroup has 8 units.
 template <class Cell, bool BACK>
 void place_in_matrices(int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int PER = BACK ? 1 : int(Cell::GATES);

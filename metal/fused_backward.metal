@@ -17,17 +17,23 @@
 // so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between
 // writing the gradient of r and the second product.
 //
-//   G, D, H     gates, directions, hidden units. ROWS: the batch items of a threadgroup; r counts them
-//   LANES       lanes share a unit. Each has its own gate, and a copy of the unit's dh, dc and states (items[r])
-//   UNITS, GROUP   LANES * UNITS = GROUP lanes share the product of UNITS units
-//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
-//   RESIDENT    weight vectors in registers (`resident`); a lane reads the others (`streamed`) at every step
-//   Lanes<Cell> (Unit)   says how lanes share a unit (fused_lanes.metal). Cell: the struct of a cell (cell.metal)
-//   C = CARRIED, the states besides h: 1 for an LSTM, else 0
-//   Item, StepNumbers (fused.metal)   the numbers that a unit keeps from step to step; those that it reads at one step
-//   Sweep, Place (fused.metal)   what a launch processes; a unit's positions in arrays
-//   norm, of_norm   what a lane needs for layer normalisation (fused_norm.metal); without it `absent`
-//   a, S, Index   the struct of all arrays; their dtype; the type that counts elements. `live`: the item has not ended
+//   G, D, H      gates, directions, hidden units
+//   ROWS         the batch items of a threadgroup, counted by r
+//   LANES        how many lanes share a unit. Each has its own gate, and in items[r] a copy of the unit's dh, dc and
+//                states
+//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
+//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
+//   ROW          how many vectors of 4 floats the operand of one item has
+//   resident     the lane's first RESIDENT weight vectors, in registers
+//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step
+//   Unit = Lanes<Cell>   how lanes share a unit (fused_lanes.metal)
+//   Cell         the struct of a cell (cell.metal); C = CARRIED: its states besides h, 1 for an LSTM, else 0
+//   Item         the numbers that a unit keeps from step to step (fused.metal)
+//   StepNumbers  the numbers that a unit reads at one step (fused.metal)
+//   Sweep, Place what a launch processes; a unit's positions in arrays (fused.metal)
+//   norm, of_norm   the numbers that a lane needs for layer normalisation (fused_norm.metal); without it `absent`
+//   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
+//   live         whether the batch item has not ended at this step
 
 // Compute the backward product: x, the gradients of ROWS batch items in threadgroup memory, times columns of Wh. The
 // GROUP lanes that share a product have the columns of UNITS units. sum[r]: the result for batch item r and the lane's

@@ -12,21 +12,27 @@
 // overwrites numbers that another lane still reads. With two products there is a second barrier per step, between
 // writing r * mask * h_prev and the product that reads it.
 //
-//   H, T, B     hidden units, time steps, batch items; ROWS of the batch items belong to a threadgroup, r counts them
-//   z, gates    [T, B, D G H]: the input's part of the preactivations; the gates, which may be absent. D: directions
-//   h, c        the states, c of an LSTM only. h0, c0, hT, cT: before the first step and after the last one
-//   mask, keep  factors: on h in the product; on all states before a step
-//   lengths     the steps of each item. Past its end an item is not `live`: its outputs are 0, its states stay
-//   LANES       4 lanes (1 for the plain RNN) share a unit. GROUP = LANES * UNITS lanes share the product of UNITS
-//               units
-//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
-//   RESIDENT    weight vectors in registers (`resident`); a lane reads the others (`streamed`) at every step
-//   Lanes<Cell> (Unit)   says how the lanes of a unit compute a step. WRITER: the lane that has the unit's h and c
-//   Cell        the struct of a cell (cell.metal) with GATES gates
-//   Sweep, Place (fused.metal)   what a launch processes; a unit's positions in arrays, at its fields
-//   earlier     the number of elements of z before the launch's first time index
-//   norm        what a lane needs for layer normalisation (fused_norm.metal); without it `absent`
-//   a, S, V, Index   the struct of all arrays; their dtype; a vector of 4 weights; the type that counts elements
+//   H, T, B, D   hidden units, time steps, batch items, directions; G: gates
+//   ROWS         the batch items of a threadgroup, counted by r
+//   z            the input's part of the preactivations, [T, B, D G H]
+//   gates        the gates, [T, B, D G H], if the call wants them
+//   h, c         the states; only an LSTM has c. h0, c0: before the first step; hT, cT: after the last step
+//   mask, keep   the factor on h in the product; the factor on all states before a step
+//   lengths      the steps of each item. Past its end an item is not `live`: its outputs are 0, its states stay
+//                unchanged
+//   LANES        how many lanes share a unit: 4, or 1 for the plain RNN
+//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
+//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
+//   ROW          how many vectors of 4 floats the operand of one item has
+//   resident     the lane's first RESIDENT weight vectors, in registers
+//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step
+//   Unit = Lanes<Cell>   how the lanes of a unit compute a step. WRITER: the lane that has the unit's h and c
+//   Cell         the struct of a cell (cell.metal) with GATES gates
+//   Sweep, Place what a launch processes; a unit's positions in arrays (fused.metal)
+//   earlier      the number of elements of z before the launch's first time index
+//   norm         the numbers that a lane needs for layer normalisation (fused_norm.metal); without it `absent`
+//   a, S         the struct of all arrays; the dtype of the arrays
+//   V, Index     the type of a vector of 4 weights; the type that counts elements
 
 // Compute the recurrent product for ROWS batch items, summed over the GROUP lanes that share it. A sum belongs to one
 // batch item, one gate and one unit. On return sums[r] holds the sums of batch item r and of the lane's own unit;

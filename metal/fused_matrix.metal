@@ -10,22 +10,26 @@
 // product, [length, padded to 8][8 items].
 //
 //   T, B, D, G, H   time steps, batch items, directions, gates, hidden units
-//   e, m, k     the lane's first or second batch item; a gate; a state (0: h) or another number of a unit
-//   resident, streamed   a lane's first RESIDENT weight vectors, in registers; the vectors in memory, of which it reads
-//               the others at every step. A vector of 4 weights holds its numbers of two successive left matrices
-//   z           [T, B, D G H]: the input's part of the preactivations. y: the numbers of a step that are saved (gates)
-//   mask, keep  factors: on h in the recurrent product; on all states before a step
-//   at, next, distance   a unit's positions in arrays (Place, fused.metal): at a step, from one step to the next
-//   earlier     the number of elements of h before the launch's first time index
-//   Sweep, Item, StepNumbers (fused.metal)   what a launch processes; the numbers that a unit keeps from step to step;
-//               those that it reads at one step
-//   Cell        the struct of a cell (cell.metal): GATES, CARRIED (C: states besides h), KEPT (saved numbers of a
-//               unit), GRADIENTS (of preactivations), INPUTS (u, of a step), CONSTANTS (p), SUMMED (of p that have a
-//               gradient dp); block(m): the place of gate m on a gate axis. SIZE_FOR<N>: N, at least 1. VALUES: the
-//               size of y
-//   a, S, Index   the struct of all arrays; their dtype; the type that counts elements
-// `live`: the item has not ended. `real`: the lane's item and unit exist. A cotangent is the gradient that the caller
-// gives for an output.
+//   m, k         a gate; a state (0 is h) or another number of a unit
+//   resident     the lane's first RESIDENT weight vectors, in registers
+//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step. A vector of 4
+//                weights holds the lane's numbers of two successive left matrices
+//   z            the input's part of the preactivations, [T, B, D G H]
+//   y            the numbers of a step that are saved, mostly the gates
+//   mask, keep   the factor on h in the recurrent product; the factor on all states before a step
+//   at           a unit's positions in arrays at a step (Place, fused.metal)
+//   next, distance   the distances from these positions to those at the next step
+//   earlier      the number of elements of h before the launch's first time index
+//   Sweep        what a launch processes (fused.metal)
+//   Item         the numbers that a unit keeps from step to step in the backward pass (fused.metal)
+//   StepNumbers  the numbers that a unit reads at one backward step (fused.metal)
+//   Cell         the struct of a cell (cell.metal); C = CARRIED: its states besides h; block(m): the place of gate m on
+//                the gate axis
+//   u, p         the INPUTS of a step; the CONSTANTS of a unit, of which SUMMED have a gradient dp
+//   SIZE_FOR<N>, VALUES   the size to declare for an array of N numbers, at least 1; the size of y
+//   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
+//   live, real   whether the item has not ended at this step; whether the lane's item and unit exist
+// A cotangent is the gradient that the caller gives for an output.
 
 // How many 8 x 8 matrices, side by side, are needed to hold rows of LENGTH numbers. Each of them is called a part.
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;

@@ -11,21 +11,23 @@
 // digits if the mean is large. For n_s numbers with the mean m_s and this sum v_s in simdgroup s, the variance of all N
 // numbers is the sum of v_s + n_s (m_s - mean)^2, divided by N.
 //
-//   H, LANES    hidden units; the lanes that share a unit: 4, or 1 for the plain RNN. Each lane has one gate
-//   ROWS, r     the batch items of a threadgroup. A lane has a number of each; r counts them
-//   EVERY       every EVERY-th lane has numbers of the same norm: 1 (all lanes), or LANES if each gate has its own norm
-//   index       a thread's number in the threadgroup. Its simdgroup has the number index / 32
-//   part        the part of all H units that a simdgroup has: n_s / N
-//   Peers (P)   which sums a lane reads: those of TURNS simdgroups, PEERS apart. A norm has PLACES sums, zeros
-//               included; COPIES lanes read the same ones. IS_EVEN: all stand for equally many units. UNITS: 32 / LANES
-//   NormMemory (M), NormLane, NormNumbers   where the sums lie; what a lane needs for the norms
-//   Norm<Cell> (N)   the options (norm.metal): OF (what is normalised, or NOTHING), IS_SUM, IS_EACH (each gate by
-//               itself), HAS_C (c, too), IN_STATE (the next step gets the normalised c, too)
-//   sum_of_every<EVERY>(x)   the sum over the lanes of a norm      of_lane<LANES>(x, n)  x of lane n of a unit
-//   Cell        the struct of a cell (cell.metal) with GATES gates. OUTPUT: the activation of c
-//   Lanes<Cell>, Item, StepNumbers, Place   a step in lanes (fused_lanes.metal); what a backward step has (fused.metal)
-//   a, Index, S   the struct of all arrays; the type that counts elements; the dtype of the arrays
-// `live`: the item has not ended. A cotangent is the gradient that the caller gives for an output.
+//   H            the number of hidden units
+//   LANES        how many lanes share a unit: 4, or 1 for the plain RNN. Each lane has one gate
+//   ROWS         the batch items of a threadgroup, counted by r. A lane has a number of each item
+//   EVERY        every EVERY-th lane has numbers of the same norm: LANES if each gate has its own norm, else 1 (all)
+//   index        a thread's number in the threadgroup; its simdgroup has the number index / 32
+//   part         the part n_s / N of all units that a simdgroup has
+//   P = Peers    the constants and functions that say which sums a lane reads
+//   M = NormMemory   the layout of the sums in threadgroup memory
+//   N = Norm<Cell>   what the cell normalises (norm.metal): OF, IS_SUM, IS_EACH, HAS_C, IN_STATE
+//   sum_of_every<EVERY>(x)   the sum of x over the lanes of a norm
+//   of_lane<LANES>(x, n)     the x of lane n of a unit
+//   Cell         the struct of a cell (cell.metal) with GATES gates; OUTPUT is the activation of c
+//   Lanes<Cell>  how the lanes of a unit compute a step (fused_lanes.metal)
+//   Item, StepNumbers, Place   the structs of the backward pass (fused.metal)
+//   a, Index, S  the struct of all arrays; the type that counts elements; the dtype of the arrays
+//   live         whether the batch item has not ended at this step
+// A cotangent is the gradient that the caller gives for an output.
 
 // Which simdgroups' sums a lane reads from threadgroup memory. A simdgroup has UNITS units, and PEERS of its lanes have
 // numbers of the same norm. These lanes divide the sums of all SIMDGROUPS simdgroups among themselves: a lane reads

@@ -6,21 +6,21 @@
 //   y = (x - mean) / sqrt(variance + eps), then y scale + shift; x: the recurrent product, or its sum with the input's
 //       part
 //
-//   H           hidden units. LANES lanes (4) share a unit and divide its GATES gates among themselves
-//   COUNT, j    how many gates a lane has: number j of a lane belongs to gate LANES j + lane. Past the last gate a
-//               number does not "count"
-//   ROWS, r     the batch items of a threadgroup. B: all batch items, D: directions
-//   x, sums     numbers to normalise; recurrent products. With Lanes<Cell>::SCATTERS a lane has the product of its own
-//               gate only, in sums[0]; otherwise all lanes have the products of all gates
-//   EVERY       every EVERY-th lane has numbers of the same norm: LANES if each gate is normalised by itself, else 1
-//   Norm<Cell>  the options: IS_EACH (each gate by itself), IS_SUM (the product plus the input's part)
-//   Peers (P)   which simdgroups' sums a lane reads (fused_norm.metal): share: 1 / the units of a simdgroup; squares:
-//               the factor of its squares in the variance; COPIES: how many lanes read each sum
-//   OwnNormLane, OwnNormMemory (M), OwnNormNumbers   what a lane needs; where sums lie; what a backward step reads
-//   standardise, standardise_backward, moments_of_all, sums_of_all   fused_norm.metal has these; they work on one
-//               number per lane and batch item, or on pairs of sums
-//   Cell        the generated struct of the cell. a, Index, S: the struct of all arrays, the type that counts elements,
-//               the dtype of the arrays. Sweep: what a launch processes (fused.metal)
+//   H            the number of hidden units
+//   LANES        how many lanes share a unit: 4. They divide the GATES gates of the unit among themselves
+//   COUNT        how many gates a lane has at most: number j of a lane belongs to gate LANES j + lane
+//   counts       0 for a number of a lane that has no such gate or no unit, else 1
+//   ROWS         the batch items of a threadgroup, counted by r
+//   x            the numbers to normalise
+//   sums         the recurrent products. With Lanes<Cell>::SCATTERS a lane has the product of its own gate only, in
+//                sums[r][0]; otherwise all lanes have the products of all gates
+//   EVERY        every EVERY-th lane has numbers of the same norm: LANES if each gate has its own norm, else 1 (all)
+//   Norm<Cell>   IS_EACH: each gate has its own norm; IS_SUM: the product plus the input's part is normalised
+//   P = Peers    which simdgroups' sums a lane reads (fused_norm.metal)
+//   M = OwnNormMemory   the layout of the sums in threadgroup memory
+//   Cell         the generated struct of the cell
+//   a, Index, S  the struct of all arrays; the type that counts elements; the dtype of the arrays
+//   Sweep        what a launch processes (fused.metal)
 
 // The numbers that a lane needs for the norm of its COUNT gates. They do not change during a launch.
 //   scale, shift  scale and shift of the norm, for each gate of the lane and its unit

@@ -16,11 +16,15 @@
 // and write one number of an array, which may be absent (arrays.metal). place_of<COUNT, H>(at, k, unit): the position
 // of a unit's number in block k of COUNT blocks (fused.metal).
 //
-// H: hidden units. ROWS: the batch items of a threadgroup. S: the dtype of the arrays. Index: an unsigned type that
-// counts elements. Cell: `Own`, with the numbers of its GATES, of its recurrent PRODUCTS (GATES or 0). Arrays: the
-// struct of all arrays. A, V: types of an array and of a vector of weights. ROW: the vectors of 4 floats in a row of
-// the product's operands, one row per batch item (fused.metal). `Absent` is the type of an array, or of a norm, that
-// the call does not have. SIZE_FOR<N>: N, at least 1, because Metal has no arrays of size 0.
+//   H            the number of hidden units
+//   ROWS         the batch items of a threadgroup
+//   ROW          how many vectors of 4 floats a row of the product's operands has; there is one row per batch item
+//   Cell         the struct `Own`, with its constants GATES and PRODUCTS (gates with a recurrent product: all or none)
+//   Arrays       the struct of all arrays; S: the dtype of the arrays; A: the type of one array
+//   V            the type of a vector of weights
+//   Index        the unsigned type that counts elements
+//   Absent       the type of an array, or of a norm, that the call does not have
+//   SIZE_FOR<N>  the size to declare for an array of N numbers: at least 1, because Metal has no arrays of size 0
 
 // The number of registers that a lane needs if LANES lanes divide COUNT values of a unit among themselves; at least 1.
 template <int COUNT, int LANES>

@@ -1,32 +1,39 @@
 // The backward pass of a cell written by the user, over all time steps in one launch. The lanes of a simdgroup share
 // the recurrent product.
 //
-// A preactivation is a recurrent part plus an input part. Arrays of the backward pass; the letters count blocks of H
-// numbers, one per hidden unit: G gates, C states besides h, U inputs, V parameters, M gradients. T: time steps, B:
-// batch items, D: directions, ".": the launch's time steps.
-//   dh [T, B, D H], dc [T, B, D C H] float, dhT, dcT    cotangents: the gradients that the caller gives for the outputs
-//   gates    the numbers that the forward pass saved      h, c  its states after each step
-//   h0, c0, inputs, params, mask, keep, lengths    its inputs
-//   dz       [., B, D M H]  gradients of all recurrent parts; then, for the gates in which the input part has a
-//            different gradient, the gradients of the input parts
-//   du       [., B, D U H]  gradients of the inputs of each step
-//   dw       [groups, D V H] float: gradients of the parameters, summed over the steps and items of a threadgroup
-//   carry    [., B, D N H] float or absent: the gradients of keep * state without the part that goes through the
-//            product, for N states: h and the C states of c, or only those of c if h has no such gradient
-//   dh0, dc0 gradients of the first states
+// A preactivation is a recurrent part plus an input part. The arrays of the backward pass are (the letters G, C, U, V
+// and M count numbers per unit: gates, states besides h, inputs, parameters, gradients; T: time steps, B: batch items,
+// D: directions, ".": the launch's time steps):
+//   dh [T, B, D H], dc [T, B, D C H] float, dhT, dcT   the cotangents: the gradients that the caller gives for outputs
+//   gates        the numbers that the forward pass saved
+//   h, c         the states after each step
+//   h0, c0, inputs, params, mask, keep, lengths   the inputs of the forward pass
+//   dz           [., B, D M H]: the gradients of all recurrent parts; then the gradients of the input parts, for those
+//                gates in which they differ
+//   du           [., B, D U H]: the gradients of the inputs of each step
+//   dw           [groups, D V H] float: the gradients of the parameters, summed over the steps and items of a
+//                threadgroup
+//   carry        [., B, D N H] float or absent: the gradients of keep * state without the part that goes through the
+//                product, for N states: those in c, and h if it has such a gradient
+//   dh0, dc0     the gradients of the first states
 // `vectors` in threadgroup memory holds the gradients d of a step's recurrent products, the operand of the product with
 // Wh, in a double buffer [2][ROWS][padded G H]. One barrier per step separates writing them from the product that reads
 // them.
 //
-//   Cell     the generated struct (cell.metal): PRODUCTS (P: G or 0), CARRIED is C, INPUTS U, SUMMED V, GRADIENTS M,
-//            KEPT saved numbers. CARRIES is N, FIRST_CARRY the first of these states (0: h). SIZE_FOR<N>: N, at least 1
-//   Lanes<Cell> (pointwise.metal)   LANES lanes share a unit: register j of a lane has block LANES j + lane of an
-//            array, REGISTERS_OF<N, LANES> registers hold N blocks; all lanes have the states and their gradients
-//   ROWS, UNITS, GROUP   the batch items of a threadgroup; LANES * UNITS = GROUP lanes share the product of UNITS units
-//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
-//   now, item   a step's position in an array [T, B, D H]; the unit's positions in an array [B, D H], one per batch
-//               item
-//   a, S, Index, Sweep   the struct of all arrays; their dtype; the type that counts elements; what a launch processes
+//   Cell         the generated struct of the cell (cell.metal): P = PRODUCTS (G or 0), C = CARRIED, U = INPUTS, V =
+//                SUMMED, M = GRADIENTS, and KEPT numbers that the forward pass saved
+//   CARRIES, FIRST_CARRY   N, and the first of these N states: 0 is h
+//   Lanes<Cell>  how LANES adjacent lanes share a unit (pointwise.metal): register j of a lane has number LANES j +
+//                lane of the unit's numbers in an array. All lanes have the unit's states and their gradients
+//   REGISTERS_OF<N, LANES>   how many registers a lane needs for its part of N numbers
+//   ROWS         the batch items of a threadgroup, counted by r
+//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
+//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
+//   ROW          how many vectors of 4 floats the operand of one item has
+//   item         the unit's positions in an array [B, D H], one per batch item
+//   SIZE_FOR<N>  the size to declare for an array of N numbers, at least 1
+//   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
+//   Sweep        what a launch processes (fused.metal)
 
 // The numbers that a lane reads at one backward step, for one unit of one batch item. saved: its part of the values
 // that the forward pass saved. inputs: the inputs of the step. before: the states before the step. outside: the

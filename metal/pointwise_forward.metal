@@ -3,27 +3,30 @@
 // [2][ROWS][padded H]. If the cell has a recurrent product, one barrier per step separates writing h from the next
 // product, which reads h.
 //
-//   T, B, D, H  time steps, batch items, directions, hidden units. ROWS of the batch items belong to a threadgroup; r
-//               counts them
-//   Cell        the generated struct of the cell (cell.metal). It has GATES preactivations, PRODUCTS (P) of which have
-//               a recurrent product (all or none), CARRIED (C) states besides h, INPUTS of a step, SUMMED parameters,
-//               and KEPT numbers per unit that the backward pass reads
-//   Lanes<Cell> (pointwise.metal)   says how LANES adjacent lanes share a unit: register j of a lane has block LANES j
-//               + lane of an array's blocks, and all lanes have the unit's states. REGISTERS_OF<N, LANES>: the
-//               registers that a lane needs for its part of N values
-//   UNITS, GROUP   LANES * UNITS = GROUP lanes share the product of UNITS units
-//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
-//   resident, streamed   the lane's first RESIDENT weight vectors, in registers; the others, read at every step
-//   z           [T, B, D GATES H]: the input's part of the preactivations. gates: the KEPT numbers
-//   h, c        the states after each step; c [T, B, D C H] float has all but h. h0, c0, hT, cT: the first, the last
-//               ones
-//   mask, keep  factors: on h in the recurrent product; on all states before a step. 1 if the call does not have them
-//   lengths     the steps of each item; past its end an item is not `live`
-//   load_all, load_blocks, store_blocks   all blocks of a unit, or the lane's part of them (fused.metal,
-//               pointwise.metal)
-//   Sweep, number_at   what a launch processes; a float of threadgroup memory (fused.metal)
-//   SIZE_FOR<N>: N, at least 1. a, S, V, Index: the struct of all arrays, their dtype, a vector of weights, the type
-//               that counts elements
+//   T, B, D, H   time steps, batch items, directions, hidden units
+//   ROWS         the batch items of a threadgroup, counted by r
+//   Cell         the generated struct of the cell (cell.metal). It has GATES preactivations, of which P = PRODUCTS (all
+//                or none) have a recurrent product; C = CARRIED states besides h; INPUTS of a step; SUMMED parameters;
+//                and KEPT numbers per unit that the backward pass reads
+//   Lanes<Cell>  how LANES adjacent lanes share a unit (pointwise.metal): register j of a lane has number LANES j +
+//                lane of the unit's numbers in an array. All lanes have the unit's states
+//   REGISTERS_OF<N, LANES>   how many registers a lane needs for its part of N numbers
+//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
+//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
+//   ROW          how many vectors of 4 floats the operand of one item has
+//   resident     the lane's first RESIDENT weight vectors, in registers
+//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step
+//   z            the input's part of the preactivations, [T, B, D GATES H]
+//   gates        the KEPT numbers of all units, if the call wants them
+//   h, c         the states after each step: h [T, B, D H], and the other states in c [T, B, D C H] (float)
+//   h0, c0, hT, cT   the states before the first step and after the last one
+//   mask, keep   the factor on h in the recurrent product; the factor on all states before a step
+//   lengths      the steps of each item; past its end an item is not `live`
+//   load_all     loads all numbers of a unit; load_blocks, store_blocks: load and store the lane's part of them
+//   Sweep        what a launch processes (fused.metal)
+//   SIZE_FOR<N>  the size to declare for an array of N numbers, at least 1
+//   a, S         the struct of all arrays; the dtype of the arrays
+//   V, Index     the type of a vector of weights; the type that counts elements
 
 // The numbers that a lane reads at one forward step, for one unit of one batch item: its part of z, the inputs of the
 // step, `keep` of this step, and the mask of the next step, because this step writes its new h times that mask for the

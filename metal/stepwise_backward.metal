@@ -8,25 +8,30 @@
 // threads compute the product together. After a barrier each thread computes some pairs of one unit and one item;
 // `cell` is the number of such a pair.
 //
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
-//   row       the array that a launch writes, a.after: floats, then numbers of dtype S. a.before: the row of the launch
-//             before
-//   carry     the gradient of a state before the step, without the part that goes through the product
-//   cotangent the gradient that the caller gives for an output: dh, dc, dgates, dhT, dcT, each in its output's shape
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (terms of a sum), D
-//   b, j      batch item, unit. length: the item's steps; live: it has not ended at time t
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
-//   Cell      the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
-//             with a recurrent product; GRADIENTS, stored gradients of preactivations; CARRIED, states besides h; KEPT,
-//             saved numbers; INPUTS and SUMMED, inputs and parameters of a user's cell; SEGMENTS, parts of the product
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes, a.after: floats, then numbers of dtype S. a.before: the row of the
+//                launch before
+//   carry        the gradient of a state before the step, without the part that goes through the product
+//   cotangent    the gradient that the caller gives for an output: dh, dc, dgates, dhT, dcT, each in its output's shape
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K (terms of a sum), D
+//   b, j         the batch item and the unit
+//   length, live the number of the item's steps; whether the item has not ended at time t
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   Cell         the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
+//                with a recurrent product; GRADIENTS, stored gradients of preactivations; CARRIED, states besides h;
+//                KEPT, saved numbers; INPUTS and SUMMED, inputs and parameters of a user's cell; SEGMENTS, parts of the
+//                product
 //   CARRIES<Cell>, FIRST_CARRY<Cell>   how many states have a carry, and the first one: 0 is h
-//   Product   the struct that computes a threadgroup's part `own` of the product, into own.sums (stepwise.metal)
+//   Product      the struct that computes a threadgroup's part `own` of the product, into own.sums (stepwise.metal)
 //
-//   weights   [D, H, K]: the transposed Wh, K = G H, or Wp, K = P, the width of a projected h
-//   dh_now    [B, D P]: a row with dh_t, with a projection only
-//   gates     [T, B, D KEPT H], or in the arrays `rows` of forward launches, as row number `row`
-//   q         [D, T, B, H]: a GRU's candidate's recurrent products
-//   mask      [T or 1, B, D P], including keep       keep [T, B, D]
+// The arrays that other files do not describe:
+//   weights      [D, H, K]: the transposed Wh with K = G H, or Wp with K = P, the width of a projected h
+//   dh_now       [B, D P]: with a projection a row with dh_t
+//   gates        [T, B, D KEPT H]. If the call does not have it, the gates are in `rows`, an array with rows of the
+//                forward pass, in the row with the index `row`
+//   q            [D, T, B, H]: the recurrent products of a GRU's candidate
+//   mask, keep   [T or 1, B, D P], which includes keep; [T, B, D]
 
 // One row of the product's operand x: the numbers of one batch item.
 //   dz          a pointer to the number that the product reads next: in dz, which the launch before wrote, or with a
@@ -96,7 +101,8 @@ void move(thread FollowingRow<S, Arrays>& row, int n) {
   row.r = from(row.r, n);
 }
 
-// Read N numbers of the row as float, from number k behind its pointers on. Multiply those of a GRU's candidate by r.
+// Read N numbers of the row as float, from number k on, counted from the row's pointers. If they belong to a GRU's
+// candidate, multiply them by r.
 template <int N, class S, class Arrays>
 void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float (&values)[N]) {
   take<N>(row.dz, k, 0.0f, values);
@@ -138,7 +144,7 @@ int floats_of(thread const Arrays& a) { return (is_present(a.keep) ? 2 : 1) * CA
 //   width        how many columns the result has: units or, in stepwise_dh, numbers of h
 //   gate_width   how many numbers of dz each gate has
 //   own          the threadgroup's part of the result
-// The weights are not divided by gates: they are one block (OneBlock).
+// The weights are not divided by gates (OneBlock).
 template <class Cell, class Product, class S, class Arrays>
 void product_of_gradients(
     thread const Step& s, thread const Arrays& a, const device S* dz, int width, int gate_width,

@@ -6,28 +6,33 @@
 // After a barrier each thread computes the cell of some pairs of one unit and one item; `cell` is the number of such a
 // pair.
 //
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array (type
-//             Absent)
-//   row       the array that a launch writes: a.after. a.before is the row of the previous step. A row contains, in
-//             this order: the states besides h, [B, D C H], as float; m [B, D H]; if SAVES, the numbers that the
-//             backward pass needs (mostly the gates), [B, D KEPT H]. All are 0 past an item's end
-//   m         h or, with a projection, the vector from which a separate launch computes h = m Wp^T
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
-//   b, j      batch item, unit. length: the item's steps; live: it has not ended at time t
-//   place(s, t, b, width)   position of item b at time t in an array [T, B, D width]; if it has no T, t is 0
-//   Cell      the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
-//             with a recurrent product; C = CARRIED, states besides h; KEPT, saved numbers; INPUTS of a user's cell;
-//             PASSES_H: the cell reads h outside its product
-//   Product   ROWS and COLUMNS of a threadgroup's product, its number of THREADS, and its function product<Gates,
-//             FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own): x times the transposed weights of all gates from FIRST
-//             on, UNITS columns each, into own.sums [ROWS][COLUMNS]; own: the threadgroup's part
-//   x         the operand of the product, here Previous
-//   group     the threadgroup's number: along units, batch items, directions
-//   S, X      the dtype of the arrays; the type of a row's elements
-//   z         [T, B, D G H]: the input's part of the preactivations, G = GATES
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes: a.after. a.before is the row of the previous step. A row contains, in
+//                this order: the states besides h, [B, D C H], as float; m [B, D H]; if SAVES, the numbers that the
+//                backward pass needs (mostly the gates), [B, D KEPT H]. All are 0 past an item's end
+//   m            h or, with a projection, the vector from which a separate launch computes h = m Wp^T
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
+//   b, j         the batch item and the unit
+//   length, live the number of the item's steps; whether the item has not ended at time t
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   Cell         the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
+//                with a recurrent product; C = CARRIED, states besides h; KEPT, saved numbers; INPUTS of a user's cell;
+//                PASSES_H, whether the cell reads h outside its product
+//   Product      the struct that computes a product, with the constants ROWS, COLUMNS (of a threadgroup) and THREADS.
+//                product<Gates, FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own) multiplies x by the transposed
+//                weights of all gates from FIRST on, UNITS columns per gate, and writes own.sums [ROWS][COLUMNS]
+//   own          the threadgroup's part of the product
+//   x            the operand of the product, of type Previous
+//   group        the threadgroup's number: along units, batch items, directions
+//   S, X         the dtype of the arrays; the type of a row's elements
+//
+// The arrays, G = GATES:
+//   z            the input's part of the preactivations, [T, B, D G H]
 //   Wh [D, G H, K]   Wp [D, K, H]   h0 [B, D K]   c0 [B, D C H]   lengths [B]   keep [T, B, D]   mask [T or 1, B, D K]
-//   h_before  [B, D K]: with a projection h of the previous step     inputs   [T, B, D INPUTS H]
-//   numbers   [3]: forget bias, limit of c, limit of a projected h
+//   h_before     with a projection h of the previous step, [B, D K]
+//   inputs       the inputs of a user's cell, [T, B, D INPUTS H]
+//   numbers      [3]: the forget bias, the limit of c, the limit of a projected h
 
 // One row of the product's operand mask * h_before, the numbers of one batch item. h, mask: pointers to the numbers
 // that the product reads next. If the call has no mask, `mask` has the type Absent.
@@ -72,8 +77,8 @@ void move(thread PreviousRow<S, Arrays>& row, int n) {
   row.mask = from(row.mask, n);
 }
 
-// Read N numbers mask * h_before as float, from number k behind the row's pointers on. Without a mask the factors are
-// 1.
+// Read N numbers mask * h_before as float, from number k on, counted from the row's pointers. Without a mask the
+// factors are 1.
 template <int N, class S, class Arrays>
 void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (&values)[N]) {
   float factors[N];
@@ -138,8 +143,8 @@ void stepwise_forward(
   const Index units = Index(B) * s.D * H, start = carried<S>(C * units);
   const Previous<S, Arrays> x = {h_of<S>(a.before, start, a.h_before), &a, &s};
   const Block own = {b0, j0, simdgroup, lane, sums};
-  // The product x Wh^T for all gates of the cell, from gate 0 on, with UNITS columns per gate and 1 segment per sum.
-  // rows_from returns the rows of Wh that belong to this direction.
+  // The product x Wh^T for all gates of the cell, from gate 0 on, with UNITS columns per gate. Each sum is computed in
+  // one part (1 segment). rows_from returns the rows of Wh that belong to this direction.
   if constexpr (Cell::PRODUCTS != 0)
     Product::template product<Cell, 0, UNITS, 1>(
         x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, product_length(s, a), own);
@@ -172,8 +177,9 @@ void stepwise_forward(
 
 // Compute h [B, D P] = m Wp^T of one step, for a projection Wp [D, P, H]. This kernel is the second launch of each
 // step. Here s.H is P, the number of columns of the product, and s.K is the number of units. m is in a.before, the row
-// of the step's first launch, behind its B D H floats of c. The weights Wp are one block (OneBlock), and each sum has 1
-// segment. The launch has a.numbers only if h is clipped, to the range from -numbers[2] to numbers[2].
+// of the step's first launch, behind its B D H floats of c. The weights Wp are not divided by gates (OneBlock), and
+// each sum is computed in one part (1 segment). The launch has a.numbers only if h is clipped, to the range from
+// -numbers[2] to numbers[2].
 template <class Product, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -9,20 +9,22 @@
 // Simdgroup s computes the columns s, s + 8, ... for all items. Its lanes divide the K terms of a sum: each multiplies
 // four neighbouring terms at a time, lane l the terms 4 l, 128 + 4 l, ... At the end the lanes' sums are added up.
 //
-//   x          the operand, one row of K numbers per batch item. find_row(x, b, segment, row) lets `row`, of type
-//              X::Row, point to one of the SEGMENTS equal parts of item b's numbers. (Only a GRU's backward step has
-//              several: it multiplies one of them by a gate.) operands_at<N>(row, k, values) reads N numbers from
-//              number k on; move(row, n) goes n numbers further
-//   weights    [., K]: H rows per gate, one row for each column of the result
-//   Gates      Gates::block(gate): the position of a gate's H rows in `weights`, in blocks of H
-//   B, H, K    the number of batch items, of units, of terms per sum
-//   block      a threadgroup's part of the result: b0, j0, its first item and unit; simdgroup and lane, the thread's
-//              numbers; `sums`, threadgroup memory for the result
+//   x            the operand, one row of K numbers per batch item
+//   row          a position in x, of type X::Row. find_row(x, b, segment, row) lets `row` point to one of the SEGMENTS
+//                equal parts of item b's numbers; operands_at<N>(row, k, values) reads N numbers from number k on;
+//                move(row, n) goes n numbers further. Only a GRU's backward step has several segments: it multiplies
+//                one of them by a gate
+//   weights      [., K]: H rows per gate, one row for each column of the result
+//   Gates        Gates::block(gate) is the position of a gate's H rows in `weights`, in blocks of H
+//   B, H, K      the number of batch items, of units, of terms per sum
+//   block        a threadgroup's part of the result: its first item b0 and unit j0, the thread's simdgroup and lane,
+//                and `sums`, threadgroup memory for the result
 //   ROWS, COLUMNS   how many items and columns a threadgroup computes
-//   OWN        how many columns a simdgroup computes, COLUMNS / 8
-//   rows       this lane's pointers into x, one per item;  columns: into the weights, one per own column
-//   partial    [OWN][ROWS]: this lane's share of each sum
-//   Index      the integer type that counts elements of arrays;  W: the type of a pointer to weights
+//   OWN          how many columns a simdgroup computes, COLUMNS / 8
+//   rows         this lane's pointers into x, one per item
+//   columns      this lane's pointers into the weights, one for each column that its simdgroup computes
+//   partial      [OWN][ROWS]: this lane's share of each sum
+//   Index, W     the integer type that counts elements of arrays; the type of a pointer to weights
 //
 // Batch items and units past the end are computed from the numbers of the last ones (min), and their results are not
 // used.

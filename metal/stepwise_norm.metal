@@ -7,27 +7,30 @@
 // n + 256, ... A thread loops over its units once for the sums of each norm, then for the results. Each loop computes
 // the units again, because there may be too many to keep them in registers.
 //
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
-//   row       the array that a launch writes, a.after: floats, then numbers of dtype S. a.before: the row before
-//   carry     backward: the gradient of c (LSTM), or that of h without the part that goes through the product (GRU)
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
-//   b, j      batch item, unit; live: the item has not ended; starts: this is its first step
-//   Cell      the cell's struct (cell.metal): GATES; block(gate), a gate's place on the gate axis; CARRIED, how many
-//             states besides h; CARRIES<Cell>, how many carries; KEPT, saved numbers (gates)
-//   Norm<Cell>   norm.metal: OF, what is normalised; IS_SUM, with the input's part z; IS_EACH, each gate alone; GROUPS,
-//                how many norms the gates have; HAS_C, c too; IN_STATE, the next step gets the normalised c
-//   Product   the struct that computes a threadgroup's part `own` of the product, ROWS items and COLUMNS columns, into
-//             own.sums (stepwise.metal). The second launches do not use it
-//   keep      the option: an array [T, B, D] of factors on the states before a step; value_at gives 1 without it
-//   group     the threadgroup's number: along columns, batch items, directions
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes, a.after: floats, then numbers of dtype S. a.before: the row before
+//   carry        backward: the gradient of c (LSTM), or that of h without the part that goes through the product (GRU)
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   b, j         the batch item and the unit
+//   live, starts whether the item has not ended at this step; whether this is its first step
+//   Cell         the cell's struct (cell.metal): GATES; block(gate), a gate's place on the gate axis; CARRIED, how many
+//                states besides h; CARRIES<Cell>, how many carries; KEPT, saved numbers (gates)
+//   Norm<Cell>   the norms (norm.metal): OF, what is normalised; IS_SUM, with the input's part z; IS_EACH, each gate by
+//                itself; GROUPS, how many norms the gates have; HAS_C, c is normalised; IN_STATE, also in the state
+//   Product      the struct that computes a threadgroup's part `own` of the product, ROWS items and COLUMNS columns,
+//                into own.sums (stepwise.metal). The second launches do not use it
+//   keep         the factors on the states before a step, [T, B, D]
+//   group        the threadgroup's number: along columns, batch items, directions
 //
-// Arrays (G gates, R norms; the others: stepwise_forward.metal, stepwise_backward.metal):
-//   product   [B, D G H] float: the row of stepwise_norm_product
-//   dh_now    the row with dh_t, or with a projection dh_t Wp
-//   norm_y, norm_c_y   [T, B, D G H], [T, B, D H]: y of gates and of c
-//   norm_r    [T, B, D R]: 1 / sqrt(variance + eps); last that of c
-//   norm_c    [2, D, H]: norm_c_scale, norm_c_shift, joined for the backward pass
+// Arrays of the norms, for G gates and R norms (stepwise_forward.metal and stepwise_backward.metal describe the
+// others):
+//   product      [B, D G H] float: the row of stepwise_norm_product
+//   dh_now       the row with dh_t, or with a projection dh_t Wp
+//   norm_y, norm_c_y   the normalised gates [T, B, D G H] and the normalised c [T, B, D H], without scale and shift
+//   norm_r       [T, B, D R]: 1 / sqrt(variance + eps) of each norm; the norm of c is the last one
+//   norm_c       [2, D, H]: norm_c_scale and norm_c_shift in one array, for the backward pass
 
 // How many threads a threadgroup has that computes all units of one batch item, and how many simdgroups (groups of 32
 // threads that run together).
@@ -97,7 +100,7 @@ void sum_over_threadgroup(thread float (&of)[N], int simdgroup, int lane, thread
 // The first launch of a forward step: compute the recurrent products of all gates and units, x Wh^T with x = mask *
 // h_before, and write them to a.after [B, D G H] as floats. (The type of x, Previous, is in stepwise_forward.metal.)
 //   width      the number of columns of the product, G H per direction. Here the weights are not divided by gates
-//              (OneBlock), and each sum has 1 segment
+//              (OneBlock), and each sum is computed in one part (1 segment)
 //   b0, j0     the first batch item and column of the threadgroup; a `cell` is one number of the result
 //   start      where h begins in the previous row, behind the floats; h_of returns a pointer to it
 // pad_row fills a row up to 8 elements, because MLX would pass a shorter array in another address space.
@@ -259,7 +262,7 @@ void stepwise_norm_dh0(
 
 // Compute dm [B, D H] = dh_t Wp, the gradient of m, if there is a projection h = m Wp^T with Wp [K, H] per direction.
 // This launch runs between the two launches of a backward step. a.dh_now: the row with dh_t [B, D K]. a.weights: the
-// transposed Wp. They are not divided by gates (OneBlock), and each sum has 1 segment.
+// transposed Wp. They are not divided by gates (OneBlock), and each sum is computed in one part (1 segment).
 template <class Product, class S, class Arrays>
 void stepwise_norm_dm(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -7,21 +7,24 @@
 // for the results. Both loops compute the gradients of the units, because a thread may have too many units to keep them
 // in registers.
 //
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
-//   row       the array that a launch writes: a.after. a.before: the row of the step processed before this one
-//   carry     the gradient of a state, without the part that goes through the product; the next launch reads it
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, D
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
-//   b, j      batch item, unit; live: the item has not ended at this step
-//   Cell      the cell's struct (cell.metal): GATES; INPUTS, numbers that a step reads per unit; SUMMED, parameters
-//             that need a gradient; GRADIENTS, how many gradients of preactivations it stores, those of the norm's
-//             results first; CARRIED, the states besides h
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes: a.after. a.before: the row of the step processed before this one
+//   carry        the gradient of a state, without the part that goes through the product; the next launch reads it
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, D
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   b, j, live   the batch item and the unit; whether the item has not ended at this step
+//   Cell         the cell's struct (cell.metal): GATES; INPUTS, numbers that a step reads per unit; SUMMED, parameters
+//                that need a gradient; GRADIENTS, how many gradients of preactivations it stores, those of the norm's
+//                results first; CARRIED, the states besides h
 //   CARRIES<Cell>, FIRST_CARRY<Cell>   how many states have a carry, and the first of them: 0 for h, else 1
-//   Norm<Cell>   its norms: GROUPS, how many; IS_EACH: one for each gate, else one for all
-//   a.dh_now  the row with dh_t            a.norm_y   [T, B, D G H]: y
-//   a.norm_r  [T, B, D R]: 1 / sqrt(variance + eps) of each of R norms      a.norm_scale   [D, G H]
+//   Norm<Cell>   the norms: GROUPS, how many there are; IS_EACH: one for each gate, else one for all gates
+//   a.dh_now     the row with dh_t
+//   a.norm_y     the normalised numbers y, [T, B, D G H]
+//   a.norm_r     1 / sqrt(variance + eps) of each of R norms, [T, B, D R]
+//   a.norm_scale the scale, [D, G H]
 //
-// The row `after`, in this order (N carries, V = SUMMED, G = GATES, U = INPUTS, M = GRADIENTS):
+// The row a.after contains, in this order (N carries, V = SUMMED, G = GATES, U = INPUTS, M = GRADIENTS):
 //   [B, D N H]  float: the carries
 //   [B, D N H]  float, with `keep` only: the carries before their multiplication by keep
 //   [B, D V H]  float: the gradients of the parameters, summed over all steps so far

@@ -9,20 +9,25 @@
 // ByTiles (stepwise_tiles.metal), which multiplies 8 x 8 matrices; a lane dequantizes its weights in registers just
 // before. This file defines the struct LaneColumns of ByTiles for quantized weights.
 //
-//   BITS     the bits of a weight       GROUP   how many weights of a row share a scale: a quantization group
-//   Packed   the struct of a quantized matrix: words, 32 bits each, with the bits of the weights; scales; biases, whose
-//            type B is Absent if there are none. A, T: types of scales and of biases
-//   number_at<BITS>(words, e, biases)   for weight e the number that the product uses in place of q
-//   of_group, scale_of, value_of        apply scale and bias to a group's sum; read a scale; number_at's result as q
-//   ROWS     batch items of a threadgroup       OWN   how many columns (rows of weights) a team has
-//   COUNT    TAKEN<BITS, GROUP, ROWS>           rows  a lane's pointers into x, one per batch item
-//   R        the type of such a pointer: operands_at<N>(row, k, values) reads N numbers from number k on, move(row, n)
-//            goes n numbers further
-//   place    a lane's number in its team; in the product in tiles its row in an 8 x 8 matrix
-//   turn     the product in tiles adds up K in turns of TURN = 128 terms; a turn is 16 pairs of 8 x 8 matrices
-//   quad     four successive pairs of these. A lane has 16 neighbouring weights per turn and column: number 4 n + m is
-//            for matrix m of quad n
-//   Index    the integer type that counts elements of arrays;  Absent: in place of an array that the call lacks
+//   BITS         the bits of a weight
+//   GROUP        how many neighbouring weights of a row share a scale: a quantization group
+//   Packed       the struct of a quantized matrix: 32-bit words with the bits of the weights, scales, and biases, whose
+//                type B is Absent if there are none. A, T: the types of scales and of biases
+//   number_at<BITS>(words, e, biases)   the number that the product uses in place of q of weight e
+//   value_of, scale_of   return the result of number_at as q; read a scale
+//   of_group     applies scale and bias to the sum over a group
+//   ROWS         the batch items of a threadgroup
+//   OWN          how many columns (rows of weights) a team has
+//   COUNT        TAKEN<BITS, GROUP, ROWS>
+//   rows         a lane's pointers into x, one per batch item, of type R. operands_at<N>(row, k, values) reads N
+//                numbers from number k on; move(row, n) goes n numbers further
+//   place        a lane's number in its team; in the product in tiles its row in an 8 x 8 matrix
+//   turn         TURN = 128 terms of each sum, which the product in tiles adds up at once, with 16 pairs of 8 x 8
+//                matrices
+//   quad         four successive pairs of these matrices. A lane has 16 neighbouring weights per turn and column:
+//                number 4 n + m is for matrix m of quad n
+//   Index        the integer type that counts elements of arrays
+//   Absent       the type of an array that the call does not have
 
 // Return the matrix of quantized weights that begins at row number `row` of `weights`. K: how many weights a row has;
 // they fill K BITS / 32 words. from(biases, n) is a pointer to bias n, or `absent` without biases.
@@ -124,8 +129,8 @@ struct QuantizedByLanes {
   // per lane. SHARE neighbouring lanes have weights of one quantization group. Their sums are added up first, then the
   // scale is applied. Only the first of these lanes has the scale; the others have 0, so their terms are 0. After the
   // last pass only the lanes with place 0, SHARE, 2 SHARE, ... have sums, and sum_of_team<8>(..., SHARE) adds them up.
-  // Quantized weights always have one segment. The barrier at the end separates the writes of `sums` from the reads by
-  // the threads that compute the cells.
+  // SEGMENTS is always 1 with quantized weights. The barrier at the end separates the writes of `sums` from the reads
+  // by the threads that compute the cells.
   //   first      the lane's first weight in a pass      partial   this lane's sums with scale and bias
   //   columns    where the lane reads next; in a pass they move forward by 8 COUNT weights
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, int BITS, int GROUP, class A, class T>
@@ -201,7 +206,8 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
 
 // Set this lane's column e (0 or 1) to row number `row` of the weights, which have K numbers per row. first: the number
 // within the row at which the product begins. place: the lane's row in an 8 x 8 matrix; its weights begin at number
-// first + 16 place. The last parameter, the number of the slice, is not used, because there is only one slice.
+// first + 16 place. The last parameter is not used: with other weights it is the number of a slice, one of several
+// simdgroups that share the terms.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,
@@ -282,8 +288,8 @@ void weights_of(
 
 // Multiply the terms that are left of K after the whole turns of 128. left: how many they are, a multiple of 16,
 // because K is a multiple of the size of a quantization group. place: the lane's row in an 8 x 8 matrix, which has 16
-// of these terms; lanes past the end multiply zeros. The parameter without a name is the number of the slice; there is
-// only one slice. operands: where the lane reads x in threadgroup memory. total: the sums of ROWS batch items and eight
+// of these terms; lanes past the end multiply zeros. The parameter without a name is used only for weights that are not
+// quantized. operands: where the lane reads x in threadgroup memory. total: the sums of ROWS batch items and eight
 // columns.
 template <int ROWS, int BITS, int GROUP, class A, class B>
 void multiply_rest(

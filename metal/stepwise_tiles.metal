@@ -9,22 +9,25 @@
 // threadgroup memory, because all simdgroups read them. A weight is used by one simdgroup only, so lanes read weights
 // from device memory.
 //
-//   slice    if there are few columns, SLICES simdgroups share eight columns, so that more threads are at work; each
-//            multiplies a part of every turn. The results are sums [SLICES, ROWS, COLUMNS]; then those of the other
-//            slices are added to the first
-//   quad     four of the 16 pairs of 8 x 8 matrices (x, weights) of a turn. Terms may be added in any order, so a quad
-//            takes its terms such that each lane has neighbouring numbers in memory: column c of x and row c of the
-//            weights in pair m are number SPAN c + m of the quad. QUADS: how many quads a simdgroup multiplies per
-//            turn; STEP: how far apart they begin
-//   SPAN     4; for quantized weights 16 (stepwise_quantized.metal)
-//   PITCH    the distance of the tile's rows in floats
-//   x, row   the operand, a row of numbers per batch item. find_row(x, b, segment, row) lets `row` point to item b's
-//            numbers in one of SEGMENTS parts; operands_at<N>(row, k, values) reads N numbers from number k on;
-//            move(row, n) goes n numbers further. R: the type of row
-//   LaneColumns   the weights of one lane: of two columns, which are two rows of the weight matrix
-//   w        [column][m]: a lane's two weights in pair m of a quad       total   a simdgroup's sums, ROWS / 8 matrices
-//   S, W, Index   the dtype of the arrays; a pointer to weights; the integer type that counts elements
-//   block    a threadgroup's part of the result: b0, j0, simdgroup, lane; `sums`, which shares the memory of the tile
+//   slice        if there are few columns, SLICES simdgroups share eight columns, so that more threads are at work.
+//                Each multiplies a part of every turn. The results are sums [SLICES, ROWS, COLUMNS]; at the end the
+//                sums of all slices are added to those of the first one
+//   quad         four of the 16 pairs of 8 x 8 matrices (x, weights) of a turn. Terms may be added in any order, so
+//                they are assigned in such a way that each lane has neighbouring numbers in memory: column c of x and
+//                row c of the weights in pair m are number SPAN c + m of the quad
+//   QUADS, STEP  how many quads a simdgroup multiplies per turn; how many numbers apart they begin
+//   SPAN         4; for quantized weights 16 (stepwise_quantized.metal)
+//   PITCH        the distance between the tile's rows, in floats
+//   x            the operand, a row of numbers per batch item
+//   row          a position in x, of type R. find_row(x, b, segment, row) lets `row` point to item b's numbers in one
+//                of SEGMENTS parts; operands_at<N>(row, k, values) reads N numbers from number k on; move(row, n) goes
+//                n numbers further
+//   LaneColumns  the weights of one lane, of two columns, which are two rows of the weight matrix
+//   w            [column][m]: a lane's two weights in pair m of a quad
+//   total        a simdgroup's sums, ROWS / 8 matrices
+//   S, W, Index  the dtype of the arrays; a pointer to weights; the integer type that counts elements
+//   block        a threadgroup's part of the result: its first item b0 and unit j0, the thread's simdgroup and lane,
+//                and `sums`, which shares the memory of the tile
 //
 // Batch items and units past the end are computed from the numbers of the last ones, and their results are not used.
 // Terms past K are zeros.

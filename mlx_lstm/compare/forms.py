@@ -64,7 +64,7 @@ def preactivations(case: CompareCase, fl: Rounding, **readings: str) -> np.ndarr
 
 def with_product(case: CompareCase, fl: Rounding) -> np.ndarray:
     """Return an array [T, N, 3H] with the gates z and r, and the recurrent product of the candidate, which r
-    multiplies. The case must be a GRU without a mask that resets after the product."""
+    multiplies. The case must be a GRU with reset_after and without a mask."""
     results, H = evaluated(case, fl), case.hidden
     arrays = {name: fl.load(array) for name, array in case.arrays.items()}
     before = np.concatenate([arrays["init_state"][None], results["h"][:-1]])

@@ -415,7 +415,8 @@ def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], l
     for key in layers.keys() - told.keys():
         outermost, _, inner = layers[key][0].keys[0].partition("//")
         parts = inner.split("/")[:-1]  # the last part is the array's name
-        # found: the layers with this outermost name and the innermost name of the path that the configuration contains.
+        # found: the configuration's layers with the outermost name and a part of the path as innermost name. The
+        # innermost part with such a layer counts.
         found = next((ends[outermost, part] for part in reversed(parts) if (outermost, part) in ends), [])
         if len(found) > 1:
             found = [each for each in found[:MOST_ALIKE] if set(each.path) <= {outermost, *parts}]

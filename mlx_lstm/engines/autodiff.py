@@ -61,7 +61,7 @@ ENGINE_MODULES: dict[str, Any] = {"fused": fused, "stepwise": stepwise, "numpy":
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
 """Groups of outputs that share a tap, an identity function whose vjp rule notes that these outputs have a cotangent. A
 tap costs the host as much time as two kernel launches. The last states hT and cT share a tap because they are small: if
-only one of them has a cotangent, the backward pass reads zeros as that of the other one, which costs less than a second
+only one of them has a cotangent, the backward pass reads zeros for the other, which costs less time than a second
 tap."""
 
 
@@ -84,7 +84,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     `chunked` casts them chunk by chunk.
     """
     dtype, batch_first = problem.dtype, problem.batch_first
-    if problem.plain and engine == "numpy":  # `numpy` reads both memory orders of x without an operation of MLX
+    if problem.plain and engine == "numpy":  # `numpy` reads x as [B, T, I], too, so no swapaxes is needed
         if dtype in HALVES:
             arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
@@ -121,8 +121,8 @@ def graph_of_step(problem: Problem, arrays: Arrays) -> Arrays:
     """Run a single step on engine `ops`. Return the outputs that the caller wants, by name. MLX derives the gradient
     from the graph of the outputs."""
     x, time = arrays["x"], 1 if problem.batch_first else 0  # the axis of time
-    # Under mx.compile(shapeless=True) the caller may pass an x of another size later. `reshape` then raises an error.
-    # `squeeze` would not, and the result could have a wrong shape.
+    # Remove the axis of time by `reshape`, not by `squeeze`: under mx.compile(shapeless=True) the caller may pass an x
+    # of another size later, for which `reshape` raises an error, while `squeeze` could give a wrong result.
     x = (x if x.ndim == 3 else x[None]).reshape(problem.B, x.shape[-1])
     outputs = ops.forward_step(problem, arrays | {"x": x})
     shown = {name: outputs[name] for name in shown_of(problem)}
@@ -153,7 +153,7 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
         gradients = of_all_steps()
     elif problem.plain:  # nobody can ask for a derivative of the gradients
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
-    else:  # `numpy` evaluates its arrays; they must keep their graphs, which an outer derivative needs
+    else:  # `numpy` evaluates its arrays, which must not lose their graphs: an outer derivative needs these
         gradients = with_graphs_kept(of_all_steps)
     return {name: gradients[name].astype(problem.dtype) for name in with_gradient(problem, arrays)}
 
@@ -243,7 +243,8 @@ def with_taps(
     problem: Problem, outputs: Arrays, used: set[str], chunked: Chunked | None, mark: mx.array | None
 ) -> Arrays:
     """Return the outputs after their taps: identity functions that add the names of the outputs with a cotangent to the
-    set `used`. Outputs of one group in TAPS share a tap. chunked, mark: see `tapped`."""
+    set `used`. Outputs of one group in TAPS share a tap. chunked: holds the real sequences if chunks were evaluated, or
+    None. mark: a scalar that the taps take as an argument, to notice that MLX asks for the gradient of x; or None."""
     shown = shown_of(problem)
     for group in [[name for name in sharing if name in shown] for sharing in TAPS]:
         outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked, mark), strict=True)
@@ -340,7 +341,8 @@ def tapped(
 
 
 MARK = "the gradient of x"
-"""What the set `used`, which otherwise has names of outputs, contains if MLX asks for the gradient of x."""
+"""An element of the set `used`. It says that MLX asks for the gradient of x. All other elements are names of outputs
+with a cotangent."""
 
 
 def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
@@ -352,7 +354,8 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
     recurrence.
     """
 
-    # The vjp rule of the mark. The mark's gradient does not depend on the arguments, so it is zeros like x.
+    # The vjp rule of the mark. It notes that MLX asks for the gradient of x, and returns zeros as this gradient,
+    # because the mark is a constant.
     def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         used.add(MARK)
         return mx.broadcast_to(mx.array(0, primal.dtype), primal.shape)
@@ -487,8 +490,7 @@ def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arra
     `before_steps` normalises this product, and `ops` runs the steps. So `ops` first computes the gradients of the
     normalised product and of the other arrays of the steps. From these MLX derives the gradients of the arrays of the
     call. floats: the arrays of the call, with dequantized weights."""
-    # names: the arrays that MLX differentiates. Lengths are integers and have no gradient, so they are apart, in
-    # `rest`.
+    # names: the arrays that MLX differentiates. rest: lengths, which are integers and have no gradient.
     names = [name for name in floats if name != "lengths"]
     rest = {name: floats[name] for name in floats if name == "lengths"}
 
@@ -560,8 +562,8 @@ def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: st
         raise RuntimeError(error)
 
     # The rule for mx.vmap: map `function` over the axes that MLX names, and refuse derivatives of the mapped function,
-    # too. It returns the results and the axis of each along which it is mapped, 0. `function` may evaluate its
-    # arguments, which must keep their graphs for an outer derivative.
+    # too. Return the results, and for each result the axis along which it is mapped (0). `function` may evaluate its
+    # arguments; `with_graphs_kept` keeps their graphs, which an outer derivative needs.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = without_derivatives(mx.vmap(function, in_axes=axes), error)
         results = with_graphs_kept(lambda: mapped(*values))
@@ -578,11 +580,12 @@ def with_derivatives_of(
     plain: Callable[..., tuple[mx.array, ...]], function: Callable[..., tuple[mx.array, ...]]
 ) -> Any:
     """Return a function that computes its results with `function`, and the derivatives of these results with `plain`.
-    Both compute the same results, but those of `function` have no graph, so MLX can differentiate only `plain`. Both
-    take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
+    Both compute the same results, but the results of `function` have no graph, so MLX can differentiate only `plain`.
+    Both take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
 
-    # The rule for mx.vmap: map both functions over the axes that MLX names. Each result is mapped along its axis 0.
-    # `function` evaluates its arguments, which must keep their graphs for an outer derivative.
+    # The rule for mx.vmap: map both functions over the axes that MLX names. Return the results, and for each result the
+    # axis along which it is mapped (0). `function` evaluates its arguments; `with_graphs_kept` keeps their graphs,
+    # which an outer derivative needs.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))
         results = with_graphs_kept(lambda: mapped(*values))

@@ -185,8 +185,8 @@ def divide_by_one(graph: Graph, a: int, b: int) -> int | None:
 
 
 def divide_by_cosh(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite d / cosh(x)^2, as MLX writes the gradient of tanh, as d (1 - tanh(x)^2). cosh overflows for |x| > 89,
-    and tanh(x) is known from the forward pass."""
+    """Rewrite d / cosh(x)^2 as d (1 - tanh(x)^2). MLX computes the gradient of tanh by the first formula, but cosh
+    overflows for |x| > 89 in float32, and tanh(x) is known from the forward pass."""
     product = graph.nodes[b]  # b is cosh(x) * cosh(x), and a is d
     if product.op != "mul" or product.args[0] != product.args[1] or graph.nodes[product.args[0]].op != "cosh":
         return None
@@ -239,8 +239,7 @@ def after_clip(op: str) -> Callable[..., int | None]:
         for n, node in enumerate(graph.nodes):
             if bound is None or not graph.is_built_in or x not in node.args or node.op not in (first, second):
                 continue
-            # Node n is max(x, k) or min(x, k). Return the comparison of node n with c if it gives the same result as
-            # that of x.
+            # Node n is max(x, k) or min(x, k). Compare node n with c instead of x, if the result is the same.
             k = graph.value(node.args[1] if node.args[0] == x else node.args[0])
             if k is not None and (k == bound if node.op == first else (k > bound if op == "gt" else k < bound)):
                 return graph.add(op, n, c)
@@ -263,7 +262,8 @@ def folded(op: str) -> Callable[..., int | None]:
 
 
 FOLDS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative}
-"""The operations that are computed at once if all their operands are constants."""
+"""{operation that a rewrite replaces by its result if all operands are constants: NumPy's function that computes
+it}."""
 
 REWRITES: dict[str, tuple[Callable[..., int | None], ...]] = {
     "add": (folded("add"), add_zero, add_difference, add_branches),
@@ -325,8 +325,8 @@ class CellGraph:
         names: tuple[str, ...] | None = None,
     ):
         """Create the graph from its parts, which the class describes. counts: how many gates, states, inputs of each
-        step and parameters the cell has. names: the inputs that are differentiated; None for those of a user's cell
-        (`names_of`), to which a built-in cell adds others."""
+        step and parameters the cell has. names: the names of the inputs that are differentiated; None for a user's
+        cell, for which `names_of` returns them."""
         self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
         self.gates, self.states, self.inputs, self.params = counts
         # number: {name of an input: its node}
@@ -401,7 +401,7 @@ class CellGraph:
         return "W0T" in self.number
 
     def has_norm(self) -> bool:
-        """Return whether c is normalised: the normalisation is the input "N0"."""
+        """Return whether the cell normalises c. The graph then has an input "N0", which is this normalisation."""
         return "N0" in self.number
 
     def norm_operand(self, op: str) -> int:
@@ -471,7 +471,7 @@ def cell_graph(
     results = tuple(number[n] for n in forward), tuple(number[n] for n in back)  # both lists, by the new numbers
     if saved is not None:
         return CellGraph(nodes, counts, apart, *results, tuple(number[n] for n in saved), names)
-    # `to_save` chooses the nodes to save from the same graph with nothing saved, ().
+    # A user's cell: let `to_save` choose the nodes to save. It needs the graph, here with no node saved yet: ().
     bare = CellGraph(nodes, counts, apart, *results, ())
     return CellGraph(nodes, counts, apart, *results, tuple(to_save(bare)))
 
@@ -481,7 +481,7 @@ def to_save(cell: CellGraph) -> list[int]:
 
     The backward pass often needs a preactivation only to compute one other node, such as the gate after its activation.
     Then this node is saved instead of the preactivation; in an LSTM these nodes are the gates. If the backward pass
-    needs that node, too, only to compute one other node, the latter is saved, and so on. The new states are not saved,
+    needs that node only to compute a third one, the third one is saved, and so on. The new states are not saved,
     because the outputs contain them. Nodes of the backward pass are not saved, because they depend on gradients.
     """
     free, saved = set(cell.known_after()), []  # free: the new states, which the outputs contain

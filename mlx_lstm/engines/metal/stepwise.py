@@ -356,8 +356,9 @@ the backward pass can read the gates from them."""
 
 
 def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
-    """Return whether the backward pass reads the gates from the rows of the forward pass, so that the forward pass need
-    not copy them into a sequence. names: the names of the arrays that the call has.
+    """Return whether the backward pass reads the gates from the rows of the forward pass (the arrays that its launches
+    wrote), so that the forward pass need not copy them into a sequence. names: the names of the arrays that the call
+    has.
 
     This is so for an LSTM and for cells written by the user, without a projection and without a norm, if the caller
     does not ask for the gates. Other backward passes cannot read rows: a step of a GRU needs the gates of two steps,
@@ -369,9 +370,9 @@ def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
 
 
 def taken_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, mx.array]]:
-    """Return the rows of the forward pass, as inputs for the launches of the backward steps: for each step a pair (the
-    array that contains the step's row, the index of the row in this array). Return an empty list if the forward pass
-    returned no rows.
+    """Return the rows of the forward pass (the results of its steps, as its launches wrote them), as inputs for the
+    launches of the backward steps: for each step a pair (the array that contains the step's row, the index of the row
+    in this array). Return an empty list if the forward pass returned no rows.
 
     The list of arrays in `saved` becomes empty. So only the returned list refers to these arrays, and an array is freed
     as soon as the caller has removed its last row from the returned list. piece: an array of one or more rows of
@@ -399,9 +400,9 @@ def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
 
 
 def rows_of(problem: Problem, projects: bool) -> tuple[Rows, Rows]:
-    """Return two empty `Rows`, which collect the rows of a pass: one for the rows of the cells, one for the rows of the
-    projection. projects: whether the call has a projection. The launch after all steps can read `rows_left` arrays of
-    rows; with a projection each kind of rows gets half of them."""
+    """Return two empty `Rows` objects, which collect the arrays that the launches of a pass write (the rows): one for
+    the rows of the cells, one for the rows of the projection. projects: whether the call has a projection. The launch
+    after all steps can read `rows_left` arrays of rows; with a projection each kind of rows gets half of them."""
     left = problem.limits.rows_left // 2 if projects else problem.limits.rows_left
     return Rows(problem.T, left), Rows(problem.T, left)
 
@@ -736,8 +737,9 @@ They are the first fields of each shader."""
 
 class StepLaunch:
     """A callable that launches one kernel at each step of a pass. inputs: the arrays that the kernel reads, by name;
-    each call gets new arrays for those named in CHANGING. rows: a `Rows` that collects the rows that the launches
-    write, or None. It also plans at which steps a launch copies several earlier arrays into one (a join)."""
+    each call gets new arrays for those named in CHANGING. rows: a `Rows` object that collects the arrays that the
+    launches write (the rows), or None. It also plans at which steps a launch copies several earlier arrays into one (a
+    join)."""
 
     def __init__(self, kernel: StepKernel, inputs: Arrays, rows: Rows | None = None):
         """Prepare the launches of a pass. fixed: the inputs that all steps share, in the order of the kernel's fields.
@@ -792,16 +794,17 @@ the arrays that the call has, and whether a `Rows` collects the rows of the laun
 
 def each_step(make: KernelMaker, problem: Problem, inputs: Inputs, rows: Rows | None = None) -> StepLaunch:
     """Return a callable that launches one kernel at each step: called with the step's number and the rows that the step
-    reads, it returns the row that the step writes. make: a function that builds the kernel for these inputs. rows:
-    collects the written rows, if the launch after all steps needs them."""
+    reads, it returns the row that the step writes. make: a function that builds the kernel for these inputs. rows: a
+    `Rows` object that collects the arrays that the launches write (the rows), if the launch after all steps needs
+    them."""
     present = without_absent(inputs)
     return StepLaunch(make(problem, problem.dtype, tuple(present), rows is not None), present, rows)
 
 
 @cached
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel of a forward step. metal/stepwise_forward.metal describes its inputs and the row that it
-    writes: c, h and, if the backward pass or the caller needs them, the gates."""
+    """Return the kernel of a forward step. It writes a new array (a row) with c, h and, if the backward pass or the
+    caller needs them, the gates. metal/stepwise_forward.metal describes its inputs and the row."""
     H, cell, (rows, columns, units) = problem.H, problem.cell, forward_tile(problem)
     saves = problem.training or problem.return_gates
     length = row_length(problem, H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
@@ -816,9 +819,9 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 @cached
 def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the first kernel of a forward step of a GRU whose reset comes before the candidate's product. It writes a
-    row [3, B, D H] with r * mask * h (h of the step before), r and z. Only the second kernel of the step reads this
-    row, so it has the dtype of the call. The product has one column for each of the gates r and z: 32 columns for 16
-    units. The shader is in metal/stepwise_gru.metal."""
+    new array (a row) [3, B, D H] with r * mask * h (h of the step before), r and z. Only the second kernel of the step
+    reads this row, so it has the dtype of the call. The product has one column for each of the gates r and z: 32
+    columns for 16 units. The shader is in metal/stepwise_gru.metal."""
     fields = "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"
     shader = StepShader("stepwise_gru_reset", fields)
     output = (row_length(problem, problem.H, blocks=3, floats=0, dtype=dtype), dtype)
@@ -829,9 +832,9 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
 @cached
 def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the second kernel of a forward step of a GRU whose reset comes before the candidate's product. It reads
-    the row of the first kernel (`gru_reset_kernel`), computes the candidate n and the new h, and writes a row with h
-    and, if the backward pass or the caller needs them, the three gates. A `Rows` collects these rows, so they have the
-    dtype `row_type`. The shader is in metal/stepwise_gru.metal."""
+    the row (the array) that the first kernel (`gru_reset_kernel`) wrote, computes the candidate n and the new h, and
+    writes a row with h and, if the backward pass or the caller needs them, the three gates. A `Rows` object collects
+    these rows, so they have the dtype `row_type`. The shader is in metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
     fields = "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes"
     shader = StepShader("stepwise_gru_candidate", fields, saves=saves)
@@ -842,9 +845,9 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
 
 @cached
 def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel that computes the projection of a step, h = m Wp^T, and writes a row with h [B, D P]. If h is
-    clipped, the kernel reads the limit from the array numbers; otherwise it does not get this array. The shader is in
-    metal/stepwise_forward.metal."""
+    """Return the kernel that computes the projection of a step, h = m Wp^T. It writes a new array (a row) with h [B, D
+    P]. If h is clipped, the kernel reads the limit from the array numbers; otherwise it does not get this array. The
+    shader is in metal/stepwise_forward.metal."""
     clips = problem.cell.projection_clip is not None
     present = present if clips else tuple(name for name in present if name != "numbers")
     shader = StepShader("stepwise_project", "step before Wp Wp_scales Wp_biases sizes numbers", cell=False)
@@ -854,9 +857,9 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 def product_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], shader: StepShader, width: int, written: mx.Dtype
 ) -> StepKernel:
-    """Return a kernel that computes a matrix product and writes it as a row [B, D width]. shader: its shader. width:
-    the number of columns per direction. written: the dtype of the row's elements: `dtype` or row_type(dtype), which
-    have the same size."""
+    """Return a kernel that computes a matrix product and writes it as a new array (a row) [B, D width]. shader: its
+    shader. width: the number of columns per direction. written: the dtype of the row's elements: `dtype` or
+    row_type(dtype), which have the same size."""
     tile = tile_of(problem, width)
     output = row_length(problem, width, blocks=1, floats=0, dtype=dtype), written
     return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
@@ -864,7 +867,7 @@ def product_kernel(
 
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel of a backward step, which writes a row with the gradients of this step.
+    """Return the kernel of a backward step, which writes a new array (a row) with the gradients of this step.
     metal/stepwise_backward.metal describes its inputs and the row. Some of the inputs are: dh_now, the row with the
     gradient of a projected h; rows, an array with rows of the forward pass; row, the index of this step's row in it,
     which contains the gates. A threadgroup computes a tile of the product: some batch items, and one column per
@@ -880,10 +883,10 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 
 def backward_length(problem: Problem, present: Collection[str], dtype: mx.Dtype) -> int:
-    """Return the number of elements of the row that a backward step writes. floats: how many float32 numbers it has per
-    unit. These are a carry for each state besides h, and for h if a step reads h outside the recurrent product; with
-    `keep` each carry twice, also before its multiplication by keep; and the gradients of the parameters (`summed`),
-    which are summed from step to step."""
+    """Return the number of elements of the row (the array) that a backward step writes. floats: how many float32
+    numbers it has per unit. These are a carry for each state besides h, and for h if a step reads h outside the
+    recurrent product; with `keep` each carry twice, also before its multiplication by keep; and the gradients of the
+    parameters (`summed`), which are summed from step to step."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     return row_length(problem, problem.H, blocks=cell.gradients + cell.inputs, floats=floats, dtype=dtype)
@@ -912,8 +915,8 @@ step's products."""
 @cached
 def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
     """Return the kernel that computes the gradient of h, [B, D P]. With a projection it runs at each step and writes a
-    row that a `Rows` collects (`has_rows`). All cells also run it once after all steps, for dh0. Then it writes
-    elements in the dtype of the call, because dh0 is a result and not a row. The shader is in
+    new array (a row), which a `Rows` object collects (`has_rows`). All cells also run it once after all steps, for dh0.
+    Then it writes elements in the dtype of the call, because dh0 is a result and not a row. The shader is in
     metal/stepwise_backward.metal."""
     shader, written = StepShader("stepwise_dh", DH_INPUTS), row_type(dtype) if has_rows else dtype
     return product_kernel(problem, dtype, present, shader, problem.P, written)
@@ -932,9 +935,9 @@ def item_tile(cell: AnyCell) -> tuple[int, int]:
 
 @cached
 def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the first kernel of a forward step of a cell with a norm. It writes a row with the recurrent products of
-    all gates, [B, D G H], as float32 numbers (floats=1). A norm needs the products of all units of an item, so these
-    products need a separate launch. The shader is in metal/stepwise_norm.metal."""
+    """Return the first kernel of a forward step of a cell with a norm. It writes a new array (a row) with the recurrent
+    products of all gates, [B, D G H], as float32 numbers (floats=1). A norm needs the products of all units of an item,
+    so these products need a separate launch. The shader is in metal/stepwise_norm.metal."""
     width = problem.cell.gates * problem.H
     tile = tile_of(problem, width)
     fields = "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"
@@ -960,9 +963,9 @@ def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
 
 @cached
 def norm_dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the first kernel of a backward step of a cell with a norm. It writes a row with the gradient of h [B, D
-    P], without the part that does not go through the products. For the norms the kernel of the cell needs this gradient
-    of all units of an item, so the gradient needs a separate launch."""
+    """Return the first kernel of a backward step of a cell with a norm. It writes a new array (a row) with the gradient
+    of h [B, D P], without the part that does not go through the products. For the norms the kernel of the cell needs
+    this gradient of all units of an item, so the gradient needs a separate launch."""
     return dh_of_norm("stepwise_norm_dh", problem, dtype, present, row_type(dtype))
 
 
@@ -992,10 +995,10 @@ def norm_dm_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 
 @cached
 def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the last kernel of a backward step of a built-in cell with a norm. It writes a row with the gradients of
-    this step: `floats` carries per unit, and `blocks` numbers per unit in the dtype of the call. These are, for each
-    gate, the gradient of the preactivation and, if the products are normalised, also that of the product; and with a
-    norm of c the gradient of its result."""
+    """Return the last kernel of a backward step of a built-in cell with a norm. It writes a new array (a row) with the
+    gradients of this step: `floats` carries per unit, and `blocks` numbers per unit in the dtype of the call. These
+    are, for each gate, the gradient of the preactivation and, if the products are normalised, also that of the product;
+    and with a norm of c the gradient of its result."""
     cell = problem.cell
     blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
     # With `keep` the row has each carry twice: also before its multiplication by keep, for the gradient of keep.
@@ -1013,10 +1016,11 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
 def norm_own_backward_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool
 ) -> StepKernel:
-    """Return the last kernel of a backward step of a cell written by the user, with a norm. It writes a row. The row
-    has as float32 numbers the carries (with `keep` also before their multiplication by keep) and the gradients of the
-    parameters. The gradients of the products, of the inputs and of the preactivations follow, in the dtype of the call.
-    q, rows and row are in `fields` only because code of the shader that all cells share names them."""
+    """Return the last kernel of a backward step of a cell written by the user, with a norm. It writes a new array,
+    called a row. The row has as float32 numbers the carries (with `keep` also before their multiplication by keep) and
+    the gradients of the parameters. The gradients of the products, of the inputs and of the preactivations follow, in
+    the dtype of the call. q, rows and row are in `fields` only because code of the shader that all cells share names
+    them."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     blocks = cell.gates + cell.inputs + cell.gradients

@@ -60,12 +60,12 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def with_zeros_in_padding(problem: Problem, arrays: Arrays, names: Sequence[str]) -> Arrays:
-    """Return the arrays of a call, where those of these names that differ by step are 0 in the padding, that is, past
-    the end of each item."""
+    """Return the arrays of a call, with 0 in the padding (the steps after an item's end) of the arrays `names`, if they
+    have an axis of time."""
     if "lengths" not in arrays:
         return arrays
     padded = [name for name in names if name in arrays and arrays[name].ndim == 3]
-    padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # not a mask for all steps, [1, B, P]
+    padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # leave out a mask [1, B, P]
     return arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
 
 
@@ -287,7 +287,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     step_back = StepBackward(problem, arrays, exposes="gates" in cotangents)
     for t in reversed(problem.steps()):
         # dh_t: the gradient of h after step t. It is the sum of the gradient dh from the step that was processed after
-        # step t and the cotangent of the output h[t]. dc_t: likewise. The index is [t, ...], because in MLX the
+        # step t and the cotangent of the output h[t]. dc_t is the same for c. The index is [t, ...], because in MLX the
         # gradient of indexing with [t] has no forward mode.
         dh_t = dh + cotangents["h"][t, ...] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t, ...] if "c" in cotangents else dc
@@ -317,7 +317,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     sweep |= {"y": norms["y"]} if norms else {}
     if problem.cell.carried:
         return sweep | {"dh0": dh, "dc0": dc}
-    del sweep["dh"]  # only the gradient of an LSTM's projection needs it
+    del sweep["dh"]  # only the gradient of an LSTM's projection reads it
     return sweep | {"dh0": dh}
 
 
@@ -340,7 +340,7 @@ class StepGradients(NamedTuple):
 
 
 class StepBackward:
-    """The backward pass of one step, computed from the graph of the cell's derivative."""
+    """Computes the gradients of one step after the other, from the graph of the cell's derivative."""
 
     def __init__(self, problem: Problem, arrays: Arrays, exposes: bool):
         """Prepare the graph and the values that are the same at all steps. exposes: whether the gates have
@@ -404,8 +404,8 @@ class StepBackward:
             yc, _ = normalised(raw, blocks=1, eps=self.eps)
             of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
         dz = joined([values[n] for n in self.of_x])
-        # dh_in: the gradient of h_in. With reset "before" three products of the step read h_in: those of r and z, and
-        # that of the candidate, whose part of the gradient is the graph's gradient of i0.
+        # dh_in: the gradient of h_in. With reset "before" it has three parts: one from the product of each gate r and
+        # z, and a third one from the candidate's product, which the graph computes as the gradient of i0.
         if "i0" in of:
             dh_in = sum([values[n] @ self.Wh[block] for n, block in self.of_p], values[of["i0"]])
         else:
@@ -421,7 +421,8 @@ class StepBackward:
     def inputs_of(
         self, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
     ) -> dict[str, Array]:
-        """Return the graph's inputs that differ from step to step, by name. The arguments are those of `__call__`."""
+        """Return the graph's inputs that differ from step to step, by name. before, after: the states before and after
+        step t, by name. dh, dc, dgates: the gradients of h, c and gates after the step."""
         given = {"s0": before["h"], "d0": dh, "d1": dc}
         if "c" in before:
             given["s1"] = before["c"]
@@ -475,8 +476,8 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
-    # The forward step multiplies a vector by Wp^T ("W0T"); it is known. The backward step multiplies the gradient
-    # before the clip by Wp ("W0"). So this gradient is the operand of "W0" in the graph, node n.
+    # In this graph the forward step multiplies a vector by Wp^T ("W0T"), which `projected_vector` computes. The
+    # backward step multiplies the gradient before the clip, the wanted result, by Wp ("W0"): node n.
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
     n = graph.operand("W0")
     return values_of(graph.nodes, [n], known, like=dh)[n]
@@ -509,7 +510,7 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
     """
     gradients = input_gradients(arrays, sweep["dz"])
     if problem.bidirectional:
-        # each: for each direction its arrays of the call, of the forward pass and of the backward steps.
+        # each: for each direction three dicts: its parts of `arrays`, `saved` and `sweep`.
         each = [[part(values, d) for values in (arrays, saved, sweep)] for d in range(2)]
         parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(each)]
         gradients |= join_gradients(parts, arrays)
@@ -650,7 +651,7 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array, y: Array | N
         return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
     Wh_n = arrays["Wh"][cell.block("n", problem.H)]  # the rows of the candidate n
-    # `scaled` returns y times the scale plus the shift; `by_gate` divides it into the gates.
+    # q: the candidate's product or, with a norm, the candidate's part of the scaled and shifted y.
     q = flat(h_in) @ Wh_n.T if y is None else flat(by_gate(cell, norm_of(cell, arrays).scaled(y))["n"])
     return {"q": (q + arrays["bhn"] if "bhn" in arrays else q).reshape(h_prev.shape)}
 
@@ -723,8 +724,8 @@ def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
 
 
 def without_padding(lengths: Array | None, sequence: Array) -> Array:
-    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding must not enter a sum: a NaN in it
-    would spoil the sum even if it were multiplied by 0."""
+    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding after its end may contain NaN, which
+    would make a sum NaN even if it were multiplied by 0."""
     if lengths is None:
         return sequence
     return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)  # true where step t < the item's length

@@ -84,8 +84,9 @@ def plan(seconds: float, rounds: int, once: float) -> Plan:
 
 
 def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
-    """Return the ratio of the times of `row` and `reference`, or None if one of them was not timed. Turn n of each was
-    in round n, so the medians of equal rounds are divided. If one of them has fewer turns, only its rounds count."""
+    """Return the ratio of the times of `row` and `reference`, or None if one of them was not timed. Turn n of both was
+    in round n, so the medians of the same round are divided. If one of them has fewer turns, the later rounds of the
+    other are left out."""
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
