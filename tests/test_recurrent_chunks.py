@@ -466,6 +466,22 @@ class OfClass:
     layer = nn.Linear(H, H)
 
 
+class Averaging(nn.Module):
+    """A module that keeps a running mean, which is no parameter, and counts its steps in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self._mean = mx.zeros(1), mx.zeros(H)
+
+    def counting(self, x, h):
+        self.count += 1
+        return h, x + h
+
+    def averaging(self, x, h):
+        self._mean = 0.9 * self._mean + h.mean(axis=0)
+        return h, x + h
+
+
 SETTINGS.weight, SETTINGS.weights, leaky.weight, QUEUE = W, {"all": [W]}, W, deque([W])
 MEANS = nn.BatchNorm(H)
 
@@ -478,6 +494,8 @@ BAD = {
     "inside a closure": (capturing({"recurrent": [W]}), r"in a module, but got arrays\.recurrent\.0"),
     "an object's": (Holder().step, "or hold them in a module, but got self.scale"),
     "assigned": (Counting().step, "must not assign arrays to a module with checkpoint_every.*but got Counting.count"),
+    "changed in place": (Averaging().counting, "assign arrays to a module .*but got Averaging.count"),
+    "no parameter": (Averaging().averaging, "assign arrays to a module .*but got Averaging._mean"),
     "running means": (lambda x, h: (h, MEANS(x) + h), "assign arrays to a module .*but got BatchNorm.running_mean"),
     "by a helper": (lambda x, h: (h, by_helper(OfClass, x) + h), "but got an array of shape"),
     "by a computed name": (lambda x, h: (h, getattr(OfClass, "LAYER".lower())(x) + h), "but got an array of shape"),
