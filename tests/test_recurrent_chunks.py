@@ -301,7 +301,7 @@ def test_a_layer_inside_the_step_warns_of_nothing():
 def test_a_step_with_dropout_draws_the_same_numbers():
     """With chunks, a step draws the random numbers that a loop without this package draws, also when the gradient runs
     it again. The next draw is the same, too. A compiled function with the state of the random numbers draws new ones in
-    each call, and is right, too, if the loss or its gradient is compiled."""
+    each call, and is right, too, if the loss or its gradient is compiled. A second derivative is right."""
     inner, drop, x = nn.Linear(D, D), nn.Dropout(0.5), numbers(T, B, D, key=1)
 
     def step(x, h):
@@ -328,6 +328,12 @@ def test_a_step_with_dropout_draws_the_same_numbers():
         for got, expected in zip(found[-1], found[0], strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert found[0][0][0] != found[0][1][0]
+    second = []
+    for function in (loop, loss):
+        mx.random.seed(3)
+        second.append(np.array(mx.grad(lambda x, function=function: (mx.grad(function)(x) ** 2).sum())(x)))
+    assert second[0].any()
+    np.testing.assert_allclose(second[1], second[0], rtol=1e-4, atol=1e-6)
 
 
 def test_compiled_gradients_of_arrays_that_elementwise_operations_compute():

@@ -121,7 +121,8 @@ class Chunks:
             n = start // self.K
             begin = starts[str(start)]
             given = waiting({"piece": pieces[n], "state": begin["state"], "shared": shared}, d_state)
-            with random_numbers_from(begin["random"]):
+            # A second derivative must not follow the random numbers, which have no derivative.
+            with random_numbers_from(mx.stop_gradient(begin["random"])):
                 d = gradients(partial(results_of, self.run, start), given, (d_outputs[n], d_state))
             # The states at the starts are results of `forward`, so they have cotangents, too.
             d_state = mapped(added, d["state"], d_starts[str(start)]["state"])
