@@ -144,9 +144,10 @@ def check_files(options: object, *names: str) -> None:
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with its exit code. End without a message at Ctrl-C, or if nobody reads the
-    output any more, as after `| head`. SIGTERM, and SIGHUP of a closed terminal, also raise an exception, SystemExit,
-    so that incomplete files are removed and child processes end. Characters that the terminal cannot show are escaped.
-    Without an output, as after `>&-`, the lines are lost.
+    output any more, as after `| head`; end with one line if the output cannot be written, as on a full disk. SIGTERM,
+    and SIGHUP of a closed terminal, also raise an exception, SystemExit, so that incomplete files are removed and child
+    processes end. Characters that the terminal cannot show are escaped. Without an output, as after `>&-`, the lines
+    are lost.
     """
     code: object
     for number in range(3):  # else the first file that is opened would take the place of a closed input or output
@@ -170,10 +171,14 @@ def run_command(main: Callable[[], int]) -> NoReturn:
             sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130  # the exit code of a process that Ctrl-C ended
-    except BrokenPipeError:
-        code = 141  # the exit code of a process that SIGPIPE ended
+    except OSError as error:
+        if error.filename is not None:  # an error of a file, not of the output
+            raise
         if sys.stdout is not None:  # so that Python's last flush does not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141  # the exit code of a process that SIGPIPE ended
+        if not isinstance(error, BrokenPipeError):
+            code = f"the output cannot be written: {error}"  # Python prints this text, and the exit code is 1
     raise SystemExit(code)
 
 
