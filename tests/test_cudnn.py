@@ -474,6 +474,8 @@ def test_params_size():
     sizes = [cudnn.cudnn_rnn_params_size(2, 4, 4, input_mode=mode).item() for mode in ("linear_input", "skip_input")]
     assert cudnn.cudnn_rnn_params_size(np.int64(1), np.int8(100), np.uint8(100)).item() == 80800
     assert cudnn.cudnn_rnn_params_size(1, 5, 4, dropout=np.float32(0.5), num_proj=np.int64(2)).item() == 170
+    # cuDNN turns off a projection that makes h no narrower.
+    assert cudnn.cudnn_rnn_params_size(1, 5, 4, num_proj=5).item() == cudnn.cudnn_rnn_params_size(1, 5, 4).item()
     assert sizes == [320, 256] and cudnn.cudnn_rnn_params_size(1, 5, 4, input_mode="auto_select").item() == 220
 
 

@@ -327,6 +327,9 @@ def as_stored(op: str, weights: Weights, form: Format) -> Weights:
         arrays = [arrays for layer in weights.layers for arrays in layer]
         refused["peephole"] = not options and any("peephole" in each for each in arrays) and "an array"
         refused["a projection"] = not projection and weights.proj_size
+        # torch and cuDNN have no projection that leaves h as wide as c: cuDNN then turns the projection off.
+        wide = weights.proj_size >= weights.hidden_size
+        refused["a projection that makes h no narrower"] = projection and wide and weights.proj_size
     refused["reverse"] = not reverse and weights.reverse
     for name, value in refused.items():
         if value:

@@ -55,7 +55,7 @@ def cudnn_rnn_params_size(
         input_mode (str): `"linear_input"`, `"skip_input"` (layer 0 has no input matrices) or `"auto_select"`.
         direction (str): `"unidirectional"` or `"bidirectional"`.
         dropout, seed, seed2: checked as in `cudnn_rnn`, but without effect here.
-        num_proj (int): the width P of a projected h, for an lstm only; 0 for no projection. Default: 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 or H for none. Default: 0.
 
     Returns:
         array: the size, [1].
@@ -144,7 +144,7 @@ def cudnn_rnn_params_to_canonical_v2(
     Args:
         num_params_weights (int): the number of weights; an lstm with projection has 9 per layer and direction.
         num_params_biases (int): the number of biases.
-        num_proj (int): the width P of a projected h, for an lstm only; 0 for no projection. TensorFlow's op refuses 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 or H for none. TensorFlow's op refuses 0.
             Default: 0.
         num_layers, num_units, input_size, params, rnn_mode, input_mode, direction, dropout, seed, seed2: the sizes, the
             buffer and the kind of the layers, as in `cudnn_rnn_params_to_canonical`.
@@ -228,7 +228,7 @@ def cudnn_rnn_canonical_to_params_v2(
     H: the number of units.
 
     Args:
-        num_proj (int): the width P of a projected h, for an lstm only; 0 for no projection. Default: 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 or H for none. Default: 0.
         All other arguments: the sizes, arrays and kind of the layers, as in `cudnn_rnn_canonical_to_params`. `weights`
             has for each layer and direction the matrices that multiply the input, one per gate, then the matrices that
             multiply h, one per gate, and last, with a projection, its matrix [P, H].
