@@ -4,6 +4,7 @@ A child is a process that this one starts. A command is a program of this packag
 SIGTERM, SIGHUP and SIGALRM are signals of the system: end, closed terminal, timer.
 """
 
+import errno
 import os
 import platform
 import re
@@ -19,6 +20,10 @@ from typing import NoReturn
 
 VERSION = "0.1.0"
 """The version of this package."""
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Numbers of the errors of an output that cannot be written: the disk or the user's share of it is full, the file is
+too large, or the disk or terminal fails."""
 
 
 def chip() -> str:
@@ -172,13 +177,12 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         code = 130  # the exit code of a process that Ctrl-C ended
     except OSError as error:
-        if error.filename is not None:  # an error of a file, not of the output
+        if error.errno not in (errno.EPIPE, *UNWRITABLE):
             raise
         if sys.stdout is not None:  # so that Python's last flush does not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141  # the exit code of a process that SIGPIPE ended
-        if not isinstance(error, BrokenPipeError):
-            code = f"the output cannot be written: {error}"  # Python prints this text, and the exit code is 1
+        # 141: the exit code of a process that SIGPIPE ended. Python prints a text, and the exit code is then 1.
+        code = 141 if error.errno == errno.EPIPE else f"the output cannot be written: {error}"
     raise SystemExit(code)
 
 
