@@ -99,8 +99,8 @@ HELP = Settings(
     steps="training steps, one window of every row each",
     batch="number of rows into which the training text is cut; a step trains on all rows",
     window="characters of each row that one step reads; no gradient goes further back",
-    embedding="width of a character's vector",
-    hidden="width of the LSTM",
+    embedding="size of a character's vector",
+    hidden="number of units of the LSTM",
     dropout="probability with which an output of the LSTM is set to 0 in training",
     learning_rate="AdamW's highest rate, after a warm-up and before a cosine decay",
     weight_decay="AdamW's weight decay",
@@ -156,7 +156,7 @@ def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
 
 
 def trigram(codes: np.ndarray, size: int) -> np.ndarray:
-    """Return [V, V, V], the probability of each character after two others, by interpolated Kneser-Ney.
+    """Return the probability of each character after two others, [size, size, size], by interpolated Kneser-Ney.
 
     The trigram falls back to a bigram, the bigram to a unigram, the unigram to a uniform distribution. The bigram
     and the unigram do not count how often a character occurs. They count in how many different contexts it occurs.
@@ -583,9 +583,9 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
     parser.add_argument("--distributed", action="store_true", help="share each batch with the processes of mlx.launch")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     parser.add_argument("--out", type=Path, default=Path("runs/char_lm"), help="folder of the results")
-    widths = (2, 3, 4, 5, 6, 8)
+    sizes = (2, 3, 4, 5, 6, 8)
     text = "after training, also validate with the LSTM's weights quantized to these numbers of bits"
-    parser.add_argument("--quantize", type=int, nargs="+", choices=widths, metavar="BITS", help=text)
+    parser.add_argument("--quantize", type=int, nargs="+", choices=sizes, metavar="BITS", help=text)
     parser.add_argument("--prompt", default="The ", help="what the sampled text starts with")
     text = "temperature of the sampling; 0 takes the likeliest character"
     parser.add_argument("--temperature", type=float, default=0.7, help=text)
@@ -616,18 +616,18 @@ def report(run: Run, baseline: float, options: argparse.Namespace, console: Cons
     console.print(text)
     console.rule()
     console.print(f"validation: LSTM    {bits:.3f} bits per character")
-    for width, other in quantized_bits(run, options.quantize or []):
-        console.print(f"validation: LSTM    {other:.3f} bits per character, its weights in {width} bits each")
+    for size, other in quantized_bits(run, options.quantize or []):
+        console.print(f"validation: LSTM    {other:.3f} bits per character, its weights in {size} bits each")
     console.print(f"validation: trigram {baseline:.3f} bits per character")
     console.print(f"wrote {CHECKPOINT}, loss.png and sample.txt to {options.out}")
 
 
-def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
-    """Yield (width, validation bits per character) with the LSTM's weights quantized to each width, in bits."""
+def quantized_bits(run: Run, sizes: list[int]) -> Iterator[tuple[int, float]]:
+    """Quantize the LSTM's weights to each size in bits, and yield (size, validation bits per character)."""
     trained, group = run.model.lstm, 64 if run.settings.hidden % 64 == 0 else 32
-    for width in widths:
-        run.model.lstm = QuantizedLSTM.from_layer(trained, group, width)
-        yield width, validation_bits(run.model, run.corpus)
+    for size in sizes:
+        run.model.lstm = QuantizedLSTM.from_layer(trained, group, size)
+        yield size, validation_bits(run.model, run.corpus)
     run.model.lstm = trained
 
 

@@ -50,7 +50,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H] and maybe [4H].
-        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
+        more: further arrays, which raise an error: use `bidirectional_from_keras` for the arrays of both directions.
 
     Returns:
         dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H], each in the dtype of Keras' array. MLX
@@ -94,7 +94,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`. kernel is [I, 3H], recurrent_kernel [H, 3H], bias
             [2, 3H], or [3H] with `reset_after=False`, or absent.
-        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
+        more: further arrays, which raise an error: use `bidirectional_from_keras` for the arrays of both directions.
 
     Returns:
         dict: `Wx` [3H, I] and `Wh` [3H, H]. If there is a bias, also `b` [3H] and, with `reset_after=True`, `bhn` [H].
@@ -146,7 +146,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H] and maybe [H].
-        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
+        more: further arrays, which raise an error: use `bidirectional_from_keras` for the arrays of both directions.
 
     Returns:
         dict: `Wx` [H, I], `Wh` [H, H] and, if there is a bias, `b` [H], each in the dtype of Keras' array. In

@@ -45,8 +45,8 @@ from .ground.checks import (
     check_flag,
     check_integer,
     check_lengths,
-    check_number,
     check_option,
+    check_probability,
     chosen_options,
     fail,
     warn_once,
@@ -132,9 +132,7 @@ class Layers(Advised):
             fail(self.op, f"num_layers must be at most {MOST_LAYERS}", num_layers)
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             check_flag(self.op, name, flag)
-        self.dropout: float = check_number(self.op, "dropout", dropout)
-        if not 0 <= self.dropout <= 1:
-            fail(self.op, "dropout must lie in [0, 1]", dropout)
+        self.dropout: float = check_probability(self.op, "dropout", dropout)
         if self.dropout and self.num_layers == 1:
             warn_once(
                 f"[{self.op}] dropout={self.dropout:g} has no effect on one layer: it drops outputs between layers."
@@ -247,6 +245,7 @@ class Layers(Advised):
             fail(self.op, "input must have at least one step", f"shape {list(input.shape)}")
         if key is not None:
             check_key(self.op, key)
+        kept = 1 - check_probability(self.op, "dropout", self.dropout)  # a user may have changed the attribute
         # shapes: {name of a state: its shape, for all layers together}. first: the states that the caller passed.
         shapes = self.check_states(states, [N] if batched else [], time_first)
         first = {name: state for name, state in states.items() if state is not None}
@@ -275,8 +274,8 @@ class Layers(Advised):
         call = Call(cell, bidirectional=self.bidirectional, **options, op=self.op)
         last = []
         for layer, arrays in enumerate(layers):
-            if layer and self.dropout and self.training:
-                x, key = dropped(x, 1 - self.dropout, key)
+            if layer and kept < 1 and self.training:
+                x, key = dropped(x, kept, key)
             arrays = arrays | {f"{name}0": state[layer] for name, state in first.items()}  # h0 and c0
             arrays = in_dtype(arrays | {"x": x}, dtype) | steps  # keep stays in its own dtype
             outputs, choice = call.forward(arrays, return_gates=False, training=self.training)

@@ -531,6 +531,22 @@ def test_compiled_exported_and_second_order(tmp_path):
     assert (ahead**2).sum() > (slope(x) ** 2).sum()
 
 
+def test_a_compiled_forward_op_and_its_gradient_op():
+    """Both ops divide the parameter buffer, here the result of an elementwise operation, and share one compiled
+    function."""
+    case = draw(12, mode="gru", L=2, D=2, T=3, N=2, lengths=None)
+    x, h, c, params = arrays_of(case, np.float32).values()
+    options = {"rnn_mode": "gru", "direction": "bidirectional", "dropout": 0.5}
+
+    def both(params):
+        given = x, h, c, params * 2
+        out = cudnn.cudnn_rnn(*given, **options)
+        outputs = out.output, out.output_h, out.output_c
+        return cudnn.cudnn_rnn_backprop(*given, *outputs, *outputs, out.reserve_space, **options).params_backprop
+
+    np.testing.assert_allclose(np.array(mx.compile(both)(params)), np.array(both(params)), rtol=1e-5, atol=1e-6)
+
+
 SMALL = {"input": (5, 3, 4), "input_h": (4, 3, 2), "input_c": (4, 3, 2)}
 BAD = {
     "params": ({"params": (10,)}, {}, r"_v3\] params must have 256 elements for .* num_units 2 but got 10 elements\."),

@@ -179,7 +179,7 @@ class Private(nn.Module):
         return self._cell(x, h)
 
 
-settings, SETTINGS, calling = Settings(), ModuleType("settings"), Calling()
+settings, SETTINGS, PACKAGE, calling = Settings(), ModuleType("settings"), ModuleType("package_of_steps"), Calling()
 
 
 def ways_to_capture(cell):
@@ -208,17 +208,31 @@ def ways_to_capture(cell):
 
         return settings_of_steps.cell(x, h)
 
+    def by_import_of_an_inner_module(x, h):
+        import package_of_steps.settings
+
+        return package_of_steps.own(x, h)
+
+    def by_relative_import(line):
+        space = {"__package__": "package_of_steps", "__name__": "package_of_steps.own"}
+        exec(f"def step(x, h):\n    {line}\n    return cell(x, h)", space)
+        return space["step"]
+
     def by_a_function_of_the_library(x, h):
         outputs, last = recurrent(cell, x[None], h)
         return outputs[0], last
 
-    Settings.cell = SETTINGS.cell = Calling.cell = cell
+    Settings.cell = SETTINGS.cell = PACKAGE.own = Calling.cell = cell
     cached = lru_cache(lambda: cell)
     weak, queue = ref(cell), deque([cell])
-    sys.modules["settings_of_steps"] = SETTINGS
+    sys.modules["settings_of_steps"] = sys.modules["package_of_steps.settings"] = SETTINGS
+    sys.modules["package_of_steps"] = PACKAGE
 
     return {
         "an import": by_import,
+        "an import of an inner module": by_import_of_an_inner_module,
+        "an import from a module of its package": by_relative_import("from .settings import cell"),
+        "an import from its package": by_relative_import("from . import own as cell"),
         "a function of the library": by_a_function_of_the_library,
         "a class whose `__call__` runs a layer": Calling().step,
         "[]": lambda x, h: calling[0](x, h),
@@ -285,24 +299,54 @@ def test_a_layer_inside_the_step_warns_of_nothing():
 
 
 def test_a_step_with_dropout_draws_the_same_numbers():
-    """With chunks, a step draws the random numbers that it draws without them, also when the gradient runs it again.
-    The next draw is the same, too."""
+    """With chunks, a step draws the random numbers that a loop without this package draws, also when the gradient runs
+    it again. The next draw is the same, too. A compiled function with the state of the random numbers draws new ones in
+    each call, and is right, too, if the loss or its gradient is compiled."""
     inner, drop, x = nn.Linear(D, D), nn.Dropout(0.5), numbers(T, B, D, key=1)
 
     def step(x, h):
         h = mx.tanh(inner(drop(x)) + h)
         return h, h
 
-    def loss(x, every):
-        return recurrent(step, x, mx.zeros((B, D)), checkpoint_every=every)[0].sum()
+    def loss(x):
+        return recurrent(step, x, mx.zeros((B, D)), checkpoint_every=2)[0].sum()
 
+    def loop(x):
+        h, total = mx.zeros((B, D)), 0.0
+        for t in range(T):
+            h, _ = step(x[t], h)
+            total = total + h.sum()
+        return total
+
+    random_too = partial(mx.compile, inputs=mx.random.state, outputs=mx.random.state)
+    both = mx.value_and_grad(loss)
     found = []
-    for every in (None, 2):
+    for function in (mx.value_and_grad(loop), both, random_too(both), mx.value_and_grad(random_too(loss))):
         mx.random.seed(3)
-        value, dx = mx.value_and_grad(loss)(x, every)
-        found.append((value.item(), mx.random.uniform().item(), np.array(dx)))
-    assert found[0][:2] == found[1][:2]
-    np.testing.assert_allclose(found[1][2], found[0][2], rtol=1e-5, atol=1e-6)
+        found.append([np.concatenate([np.array(each).ravel() for each in function(x)]) for _ in range(2)])
+        found[-1].append(mx.random.uniform().item())
+        for got, expected in zip(found[-1], found[0], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    assert found[0][0][0] != found[0][1][0]
+
+
+def test_compiled_gradients_of_arrays_that_elementwise_operations_compute():
+    """MLX cannot compile two equal splits of such an array, and each chunk runs in both passes. Also without chunks a
+    function may run over the same array twice, in both directions."""
+    x, h = numbers(T, B, H, key=1), mx.zeros((B, H))
+
+    def chunks(x):
+        return recurrent(lambda x, h: (h, mx.tanh(x + h)), x * 3, h, lengths=[7, 2, 5], checkpoint_every=3)[0].sum()
+
+    def directions(x):
+        x = x * 3
+        return sum(
+            recurrent(lambda x, h: (h, mx.tanh(x + h)), x, h, reverse=reverse)[0].sum() for reverse in (False, True)
+        )
+
+    for loss in (chunks, directions):
+        expected, got = (np.array(function(x)) for function in (mx.grad(loss), mx.compile(mx.grad(loss))))
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_by_finite_differences():

@@ -26,9 +26,10 @@ HOST_SIZE = Size(64, 32, 256, 256)
 ROUNDS, CALLS = 9, 9
 THEIRS = "mlx.nn.LSTM"
 LEGEND = f"""\
-Microseconds of the host until the graph is built; nothing runs. Medians of {ROUNDS} rounds of {CALLS} calls, all in
-turns in one process, by the CPU time of the thread. Memory is mapped before, as far as malloc lets us.
-over: how many times that of {THEIRS}."""
+The table shows how many microseconds the host takes to build a graph, which is not evaluated. Each number is the median
+of {ROUNDS} rounds of {CALLS} calls. All layers run in turns in one process, timed by the CPU time of its thread. Where
+malloc allows it, memory is mapped before.
+over: the time divided by the time of {THEIRS}."""
 
 TRIM_THRESHOLD = -1
 """The number of an option of glibc's function mallopt: how much freed memory malloc keeps. By default malloc keeps
@@ -51,7 +52,7 @@ def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx
     """Return (functions, arrays). functions: by name, a function for each of our Metal engines that can run an LSTM of
     this size, and one for `mlx.nn.LSTM`. arrays: x [T, B, I], Wx, Wh and b, from which each function computes h. The
     function of `mlx.nn.LSTM` takes x as [B, T, I]; `seconds` swaps the axes."""
-    T, B, width, H = size
+    T, B, I, H = size
     layer = nn.LSTM(1, 1)  # any sizes, as `theirs` replaces the weights
 
     def theirs(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
@@ -62,7 +63,7 @@ def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx
         return lambda *arrays: recurrence.lstm(*arrays, engine=engine).h
 
     engines = [engine for engine in ("fused", "stepwise") if engine == "stepwise" or choice.FUSED_LIMIT["lstm"] >= H]
-    shapes = (T, B, width), (4 * H, width), (4 * H, H), (4 * H,)
+    shapes = (T, B, I), (4 * H, I), (4 * H, H), (4 * H,)
     arrays = [mx.zeros(shape, dtype) for shape in shapes]
     return {engine: ours(engine) for engine in engines} | {THEIRS: theirs}, arrays
 

@@ -88,8 +88,8 @@ def verdict(form: Form, engine: Engine) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Print for each cell and each Metal engine "right", or why the engine refuses the cell. Write the same to a
-    file. Return 1 if a cell is refused, else 0."""
+    """Print for each cell and each Metal engine "right", or why the engine refuses the cell, and write these verdicts
+    to a file. Return the exit code: 1 if a cell is refused, else 0. words: the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m mlx_lstm.check.cells", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where the verdicts are written")
     options = parser.parse_args(words)

@@ -59,10 +59,10 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
             yield Experiment(name, f"shape of {tensor}, {word}", case, "its argument's", readings)
     case = draw(rng, "lstm", SIZES, name="settle: gradients, states of three axes")
     states = {name: case.arrays[name][None] for name in ("init_state", "init_cell", "state_gradient", "cell_gradient")}
-    led = case._replace(arrays=case.arrays | states)
+    three_axes = case._replace(arrays=case.arrays | states)
     for tensor in ("dinit_state", "dinit_cell"):
         readings = {"[N, H]": shape(tensor, 0, case), "[1, N, H]": shape(tensor, 1, case)}
-        yield Experiment("grads", f"shape of {tensor} where the state is [1, N, H]", led, "[N, H]", readings)
+        yield Experiment("grads", f"shape of {tensor} where the state is [1, N, H]", three_axes, "[N, H]", readings)
     absent = ("peephole", "mask", "cell_gradient")
     case = draw(rng, "lstm", SIZES, name="settle: gradients, reverse", reverse=True, absent=absent)
     readings = {
@@ -108,12 +108,12 @@ def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
     """Yield the experiments E:mask, one for each layout of a mask: does MPSGraph accept it? `mlx_lstm.mpsgraph` accepts
     masks that broadcast to [N, H] or, with two directions, to [N, 2H]."""
     # taken_by_shape: whether `mlx_lstm.mpsgraph` accepts masks of a shape. In a shape DH is H times the number of
-    # directions; width is the text for it.
+    # directions; `product` is the text for it.
     taken_by_shape: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
     taken_by_shape |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
-    for width, flags in {"H": {}, "2H": {"bidirectional": True}}.items():
+    for product, flags in {"H": {}, "2H": {"bidirectional": True}}.items():
         for letters, taken in taken_by_shape.items():
-            layout = f"[{', '.join(str(axis) for axis in letters)}]".replace("DH", width)
+            layout = f"[{', '.join(str(axis) for axis in letters)}]".replace("DH", product)
             yield mask_experiment(rng, layout, letters, taken, flags)
     yield mask_experiment(rng, "[2, N, H] of both directions", (2, "N", "H"), False, {"bidirectional": True})
 

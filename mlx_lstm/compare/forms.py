@@ -34,7 +34,7 @@ def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arra
     if case.op == "lstm":
         activation = options(case, **readings)["activations"][-1]
         more["c squashed"] = ACTIVATIONS[activation](results["c"], fl)
-    # `with_product` needs these two arrays and takes no mask.
+    # `with_product` needs the arrays init_state and secondary_bias, and takes no mask.
     if case.op == "gru" and {"init_state", "secondary_bias"} <= set(case.arrays) and "mask" not in case.arrays:
         more["z_state product"] = with_product(case, fl)
     reverse = case.descriptor.get("reverse", False) and not case.bidirectional
@@ -52,8 +52,8 @@ def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arra
 
 
 def preactivations(case: CompareCase, fl: Rounding, **readings: str) -> np.ndarray:
-    """Return the preactivations of all gates, [T, N, D G H], computed by the oracle, for T steps, N batch items, D
-    directions, G gates and H units."""
+    """Return the preactivations of all gates, [T, N, D G H], computed by the float64 oracle, for T steps, N batch
+    items, D directions, G gates and H units."""
     parts = []
     for side in sides(call_of(case, **readings)):  # one direction after the other
         p = complete(side, fl)  # the call, with defaults for missing arguments
@@ -64,7 +64,7 @@ def preactivations(case: CompareCase, fl: Rounding, **readings: str) -> np.ndarr
 
 def with_product(case: CompareCase, fl: Rounding) -> np.ndarray:
     """Return an array [T, N, 3H] with the gates z and r, and the recurrent product of the candidate, which r
-    multiplies. The case must be a GRU without a mask that resets after the product."""
+    multiplies. The case must be a GRU with reset_after and without a mask."""
     results, H = evaluated(case, fl), case.hidden
     arrays = {name: fl.load(array) for name, array in case.arrays.items()}
     before = np.concatenate([arrays["init_state"][None], results["h"][:-1]])

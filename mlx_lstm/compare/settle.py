@@ -89,8 +89,8 @@ def result(case: CompareCase, tensor: str, form: str = "", **readings: str) -> D
 
 
 def shape(tensor: str, leading: int, case: CompareCase) -> Distance:
-    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0 if the gradient
-    `tensor` has the shape of its argument after `leading` axes of size 1, else infinity."""
+    """Return a function that takes an outcome (what MPSGraph returned for a case). This function returns 0
+    if the gradient `tensor` has `leading` axes of size 1 and then the shape of its argument, else infinity."""
     wanted = (1,) * leading + case.arrays[tensor.removeprefix("d")].shape
     return lambda outcome: 0.0 if tensor in outcome.results and outcome.results[tensor].shape == wanted else np.inf
 

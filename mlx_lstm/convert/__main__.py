@@ -34,7 +34,7 @@ LINE = 1000
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code. argv: the arguments, or None for those of the process."""
+    """Run the command line and return the exit code. argv: the arguments, or None for sys.argv."""
     options = make_parser().parse_args(argv)
     try:
         with mx.stream(mx.cpu):  # only the CPU has float64
@@ -85,8 +85,8 @@ def convert(options: argparse.Namespace) -> list[str]:
     def write_and_read(partial: Path) -> tuple[Model, list[str]]:
         write_to(partial, model, style, options.keys, options.ways if options.keys else None)
         again = read(partial, keys=options.keys if has_keys else None, ways=ways)
-        # Names of layers may look like numbers or directions in keys, so that `read` would divide the arrays
-        # differently.
+        # Compare the numbers of layers before and after. A layer's name may look like a number or a direction in a key,
+        # so that `read` would divide the arrays into other layers.
         numbers = [sum(len(weights.layers) for weights in each.layers.values()) for each in (model, again)]
         if numbers[0] != numbers[1]:
             raise ValueError(f"{target} would be read as {numbers[1]} layers, not {numbers[0]}: give other --keys")
@@ -183,8 +183,8 @@ def renamed(name: str, old: str, new: str) -> str:
 
 
 def comparison(model: Model, again: Model) -> list[str]:
-    """Return a line for each difference, even of a single bit, between the layers of the old file (`model`) and those
-    of the new one (`again`)."""
+    """Return a line of text for each difference, even of a single bit, between the layers of the old file (`model`) and
+    the layers of the new file (`again`)."""
     # before: pairs of a stack's name and one of its layers; after: all layers of the new file. `each` returns the
     # layers of a stack as one `Weights` each.
     before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]

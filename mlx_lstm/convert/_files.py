@@ -142,7 +142,7 @@ def read(
         layers, used = _keys.layers_of(arrays, told, only=only, **options)
         taken = {key for keys_of_layer in used.values() for key in keys_of_layer}
         rest = {key: array for key, array in arrays.items() if key not in taken}
-        # Users get only metadata of their own.
+        # Return only the metadata of other programs, without this package's entries.
         metadata = {key: text for key, text in metadata.items() if key not in (METADATA, PLACES)}
         # plain: the plain RNNs whose activation neither the caller nor the file tells.
         plain = [name for name, weights in layers.items() if weights.cell.op == "rnn" and nonlinearity is None]

@@ -89,7 +89,7 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
         if text := contents.texts("/", "model_config"):  # an attribute of the whole file
             config = budget.json(text[0])
     known = None if config is None else list(walk(config, "", (), budget))
-    # A file of the older layout lists its layers' names in an attribute; a Keras 3 file does not.
+    # A legacy file lists the names of its layers in an attribute; a Keras 3 file does not.
     root = "model_weights" if "model_weights" in contents.attributes else "/"
     if layers := contents.texts(root, "layer_names"):
         # The version of Keras is an attribute of the file or of the group `root`; without it, assume Keras 3.
@@ -281,16 +281,16 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
 
 
 def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direction]:
-    """Find the layers of an `.h5` file; return one `Direction` for each direction of each layer. A direction has an
-    array `recurrent_kernel`, and the other arrays in the same group of the file belong to it. arrays: by keys
-    "layer//array", such as "encoder//encoder/lstm_cell/kernel". known: the layers of the configuration."""
+    """Find the recurrent layers of a legacy `.h5` file; return one `Direction` for each direction of each layer. Each
+    group of the file with an array `recurrent_kernel` is a direction. arrays: by keys "layer//array", such as
+    "encoder//encoder/lstm_cell/kernel". known: the layers of the configuration."""
     directions: list[Direction] = []
     taken: set[tuple[str, str]] = set()  # the (name, way) of all directions so far
     # paths: for each group of arrays, such as "encoder//encoder/lstm_cell", the names of the models and layers in it. A
     # cell's name at the end is left out: its number may differ between the two directions.
     paths: dict[str, list[str]] = {}
     for parent in dict.fromkeys(key.rpartition("/")[0] for key in arrays):
-        # The kernel of a ConvLSTM, which is no layer for us, has more than two axes.
+        # A kernel with more than two axes belongs to a ConvLSTM, which is not read.
         if f"{parent}/recurrent_kernel" in arrays and np.ndim(arrays[f"{parent}/recurrent_kernel"]) <= 2:
             layer, _, inner = parent.partition("//")
             parts = [part for part in inner.split("/") if part]
@@ -312,7 +312,8 @@ def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direc
             if other in names:
                 parts.pop()
                 way = match[1]
-        # Keras repeats names: "model//model/lstm" is layer lstm of a model, "lstm//model/lstm" is just lstm.
+        # Keras repeats names: "model//model/lstm" is the layer lstm of a model, "lstm//model/lstm" the layer lstm
+        # itself.
         if parts and parts[0] == layer:
             parts.pop(0)
         elif parts and parts[-1] == layer:
@@ -414,7 +415,8 @@ def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], l
     for key in layers.keys() - told.keys():
         outermost, _, inner = layers[key][0].keys[0].partition("//")
         parts = inner.split("/")[:-1]  # the last part is the array's name
-        # The innermost name that the configuration has.
+        # found: the configuration's layers with the outermost name and a part of the path as innermost name. The
+        # innermost part with such a layer counts.
         found = next((ends[outermost, part] for part in reversed(parts) if (outermost, part) in ends), [])
         if len(found) > 1:
             found = [each for each in found[:MOST_ALIKE] if set(each.path) <= {outermost, *parts}]
@@ -556,9 +558,9 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
 
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
-    """Return the arguments of a Keras layer's constructor for these weights, which are those of one layer. dtype: the
-    name of its dtype, such as "float32". use_bias: whether any layer of the stack has a bias; then `to_keras` gives
-    zeros to the others."""
+    """Return the arguments for the constructor of a Keras layer. weights: the weights of this one layer. dtype: the
+    name of its dtype, such as "float32". use_bias: whether the layer has a bias. All layers of a stack have one if any
+    of them has: `to_keras` adds zeros to the others."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # Keras' name by our name of an activation
     cell = weights.cell
     # names: Keras has one activation for the candidate and one for all other gates. `to_keras` refuses other cells.

@@ -107,8 +107,8 @@ class Group(NamedTuple):
     form: str
 
     def title(self, leaf: str) -> str:
-        """Return the key of the array with this leaf, such as weight_ih. If the file lacks the array, return the key
-        that it would have."""
+        """Return the full key of the array whose name in keys is `leaf`, such as weight_ih. If the file lacks the
+        array, return the key that it would have."""
         return self.keys.get(leaf, self.form.replace("\0", leaf))
 
 
@@ -159,8 +159,8 @@ def merged(path: str, found: re.Match[str]) -> str:
 
 
 def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
-    """Return a regular expression that matches the keys of a template such as "{name}.{layer}.{array}". Its groups have
-    the names of the template's fields. ways: the names of both directions, for the field {way}."""
+    """Return a regular expression that matches the keys of a template such as "{name}.{layer}.{array}". The groups of
+    the expression have the names of the template's fields. ways: the words for both directions, for the field {way}."""
     # ANY_WORD is a regular expression that matches any word for an array, such as weight_ih: the keys of `ENTRIES`.
     fields = {"{name}": "(?P<name>.*?)", "{layer}": r"(?P<layer>\d+)", "{array}": f"(?P<array>{ANY_WORD})"}
     fields["{way}"] = f"(?P<way>{'|'.join(map(re.escape, ways))})"
@@ -363,17 +363,17 @@ def arranged(
 
 def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D: int) -> bool:
     """Return whether the layers fit together as a stack: all have the same number of units, and the input of each layer
-    is as wide as the output of the layer below.
+    has as many numbers as the output of the layer below.
 
     whole: the groups of keys by (layer, direction). parts: the arrays of a group by its `form`: one dict, or two if the
     group holds both directions. D: the number of groups of each layer. So the output of a layer has P * D * len(first)
     numbers, where P, the size of h in one direction, is the number of columns of Wh.
     """
     first = parts[whole[0, 0].form]
-    width = first[0]["Wh"].shape[-1] * D * len(first)
+    outputs = first[0]["Wh"].shape[-1] * D * len(first)
     each = [(layer, arrays) for (layer, _), group in whole.items() for arrays in parts[group.form]]
     same = len({arrays["Wh"].shape for _, arrays in each}) == 1
-    return same and all(arrays["Wx"].shape[-1] == width for layer, arrays in each if layer)
+    return same and all(arrays["Wx"].shape[-1] == outputs for layer, arrays in each if layer)
 
 
 def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list[Arrays]:
@@ -439,7 +439,7 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
             if array.shape[0] % len(usual):
                 fail("convert", f"{name} of {group.own} must have {len(usual)}H rows", f"shape {list(array.shape)}")
         words = words | {name: reorder(array, before, usual) for name, array in by_gate.items()}
-    # A layer has both biases bx and bh or none of them, and a GRU's bhn only beside b.
+    # A layer has both biases bx and bh or none of them. A GRU has bhn only together with b.
     for one, other in (("bx", "bh"), ("bh", "bx"), ("bhn", "b")):
         if one in words and other not in words:
             leaf = {"bx": "bias_ih", "bh": "bias_hh"}.get(other, other)
@@ -494,13 +494,13 @@ def weights_of(
         # The group of this layer and direction; else the group of both directions; else, for a missing layer, any
         # group.
         group = stack.get((layer, way)) or stack.get((layer, 0)) or next(iter(stack.values()))
-        leaves = [leaf for leaf, ours in ENTRIES.items() if ours == word]  # those of this array in all formats
+        leaves = [leaf for leaf, ours in ENTRIES.items() if ours == word]  # this array's leaves in all formats
         leaf = next((leaf for leaf in leaves if leaf in group.keys), None)
         # In an error text a file's single bias stands for bx or bh. If the file has none of the leaves, take torch's.
         leaf = leaf or next((leaf for leaf in ("bias", "b") if word in ("bx", "bh") and leaf in group.keys), leaves[0])
         if (layer, way) in stack or not group.numbered:
             return group.title(leaf)
-        # The layer or direction is missing, so `group` is that of another one and its keys have other numbers.
+        # The layer or direction is missing. `group` belongs to another one, so its keys contain other numbers.
         return f"{leaf} of layer {layer}, {WAYS[way]}" + (" (the numbers begin at 0)," if not layer else "")
 
     first = next(iter(stack.values()))

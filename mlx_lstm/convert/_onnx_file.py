@@ -146,7 +146,7 @@ def layer_of(
         H = weights.hidden_size
         # sizes: the shape of the first state, or [H] if the file does not contain it.
         sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
-        if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its width
+        if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its size
             fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
     return weights
 
@@ -245,8 +245,8 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
     if tensor.data_location == onnx.TensorProto.EXTERNAL:  # else onnx would read a file in the working folder
         fail("convert", f"{shown(name)} must lie in the file itself", "external data")
     check_shape(name, tuple(tensor.dims))
-    # Numbers that are not in raw_data are in one of these fields. A number may take one byte in the file and eight in
-    # memory.
+    # Numbers that are not in raw_data are in a field such as float_data or int64_data. A number may take one byte in
+    # the file and eight in memory.
     budget.take(8 * max(len(getattr(tensor, f"{kind}_data")) for kind in ("float", "double", *INTEGERS)), name)
     try:
         array = onnx.numpy_helper.to_array(tensor)
@@ -307,10 +307,10 @@ class Graph:
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """Write a model to `path`. It has, for each stack of layers, a chain of nodes with these inputs and outputs, in
-    torch's shapes: x [T, N, I], the first states h0 and c0 [L D, N, H], the output h [T, N, D H], the last states hT
-    and cT. A model that does not get first states begins from 0. ending: not read here; the writer of Keras' files,
-    which is called in the same way, needs it."""
+    """Write an ONNX model to `path`. For each stack of layers the model has a chain of nodes with these inputs and
+    outputs, in torch's shapes: x [T, N, I], the first states h0 and c0 [L D, N, H] (default: 0), the output h [T, N, D
+    H], and the last states hT and cT. ending: not used; the caller passes the same arguments to each writer of
+    files."""
     onnx = load()
     graph = Graph(onnx)
     for name, weights in layers.items():
@@ -327,8 +327,8 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 
 def write_stack(graph: Graph, name: str, weights: Weights) -> None:
-    """Add a stack of layers, with this name, to the graph: a node for each layer, whose input x is the output h of the
-    node before. The graph's methods take and return names of arrays."""
+    """Add a stack of layers to the graph: a node for each layer, whose input x is the output h of the node before.
+    name: the stack's name. The methods of `graph` take and return names of arrays."""
     with of_layer(name):  # adds the stack's name to the text of an error
         layers = to_onnx(weights)  # for each layer (type of its node, arrays, attributes)
     onnx, dot = graph.onnx, f"{name}." if name else ""

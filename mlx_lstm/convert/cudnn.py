@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.tracing import split_apart
 from ..ground.checks import check_array, check_flag, check_integer, check_option, fail
 from .weights import Format, Weights, as_stored, checked, to_mlx, two_biases
 
@@ -39,7 +40,8 @@ CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn_relu": RNNC
 
 class Layout(NamedTuple):
     """The layout of a parameter buffer. mode: cuDNN's rnn_mode; L, D: the numbers of layers and directions; I: the
-    input size; H: the number of units; P: the projection's width or 0; skip: whether layer 0 has no input matrices."""
+    input size; H: the number of units; P: the size of a projected h, or 0; skip: whether layer 0 has no input
+    matrices."""
 
     mode: str
     L: int
@@ -101,13 +103,16 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
     layer 0 has no input matrices), `Wh` [G H, S] or [2, G H, S], `Wp` (with a projection) [P, H] or [2, P, H], and the
     two biases `bW` and `bR` [D, G H]. params: the parameter buffer; where: its layout.
 
-    All are views of the buffer, except the `Wx` of two directions: other matrices lie between its halves.
+    All arrays are views of the buffer, except the `Wx` of two directions: in the buffer other matrices lie between the
+    two halves of this array.
     """
     D, GH = where.D, where.G * where.H  # GH: the rows of one direction's matrices of all gates
     # sizes: for each layer the numbers of elements of one direction's matrices W, R and, with a projection, Pr. The
     # buffer is split after the matrices of each layer; the rest contains the biases.
     sizes = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
-    *layers, biases = mx.split(params, list(accumulate(D * sum(of_layer) for of_layer in sizes)))
+    # MLX cannot compile two equal splits of an array. A forward op and its gradient op in one compiled function both
+    # split `params`, so `split_apart` replaces `mx.split`.
+    *layers, biases = split_apart(params, list(accumulate(D * sum(of_layer) for of_layer in sizes)))
     biases = biases.reshape(where.L, D, 2, GH)  # [layer, direction, bW or bR, gate and unit]
     by_layer = []
     for layer, of_layer in enumerate(sizes):
@@ -151,7 +156,8 @@ def from_cudnn(
         num_layers, num_units, input_size (int): the sizes, which cannot be read from the buffer.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
         bidirectional (bool): whether the buffer holds both directions. Default: `False`.
-        num_proj (int): the projection's width, of an lstm. 0 and num_units mean none, as in cuDNN. Default: 0.
+        num_proj (int): the size of the projected h of an lstm; 0, or num_units as in cuDNN, for no projection.
+            Default: 0.
 
     Returns:
         Weights: views of the buffer.

@@ -190,8 +190,8 @@ def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array 
 
 
 def checked_arrays(op: str, W: Any, R: Any, b: Any, gates: int, biases: int) -> tuple[Any, mx.array, mx.array]:
-    """Return the three arrays as MLX arrays after checking their shapes; W may be None. gates: the number of gates of W
-    and R; biases: the number of biases of a unit in b."""
+    """Check the shapes of W [gates, N, D, I], R [gates, N, D, D] and b [biases, N, D], for N heads of D units and I
+    inputs. Return them as MLX arrays. W may be None. biases: the number of biases of a unit in b."""
     W, R, b = (None if array is None else to_mlx(array) for array in (W, R, b))
     check_array(op, "R", R, [gates, "N", "D", "D"])  # four axes, of any sizes N and D
     _, N, D, _ = R.shape

@@ -138,7 +138,7 @@ def from_arrays(
         cell = CELLS[kind](**options)
     else:
         cell = cell_of_config(op, inner, name, slope)
-    # biases: the allowed shapes of the bias, with the last axis counted in H: [2, 4] means [2, 4H].
+    # biases: the allowed shapes of the bias, with the last size in multiples of H: [2, 4] means [2, 4H].
     biases = {
         "lstm": [[2, 4] if all(cudnn) else [4]],
         "gru": [[2, 3] if getattr(cell, "reset", "") == "after" else [3]],
@@ -260,7 +260,7 @@ def direction(
     given = {name: to_mlx(array) for name, array in given.items() if array is not None}
     for name, array in given.items():
         check_array(op, name + of, array, array.shape)  # checks the dtype only
-    # Move the gates from Keras' order (FORMAT.orders) to that of `Weights` (OURS).
+    # Move the gates from Keras' order (FORMAT.orders) to the order of `Weights` (OURS).
     given = {name: reorder(array, order or FORMAT.orders[kind], OURS[kind], axis=-1) for name, array in given.items()}
     found = {"Wx": given["kernel"].T, "Wh": given["recurrent_kernel"].T}
     if bias is None:

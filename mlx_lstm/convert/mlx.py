@@ -100,20 +100,21 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
                     fail(op, f"{title}[{n}] must hold Wh or Whh", sorted(parameters) or type(layer).__name__)
                 cell = CELLS[OF_GATES[gates_of(op, {"Wh": parameters[matrix]}, f"{title}[{n}].{matrix}")]]()
                 names = NAMES[cell.op]
-            # A layer must have both matrices, no unknown array and, if it is a GRU with b, also bhn.
+            # A layer must have both matrices and no unknown array. A GRU with b must also have bhn.
             for key in [*parameters, *list(names)[:2], *(["bhn"] if "b" in parameters and "bhn" in names else [])]:
                 if (key in parameters) != (key in names):
                     why = " (no format holds layer normalisation)" if "norm_scale" in parameters else ""
                     fail(op, f"{title}[{n}] must hold {', '.join(names)}{why}", sorted(parameters))
             words = {names[key]: array for key, array in parameters.items()}
             matrices = {word: words[word] for word in ("Wx", "Wh")}
-            weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))  # b, bhn as bx, bh
+            # `from_one_bias` converts b and bhn to bx and bh.
+            weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
     assert cell is not None
     if cell.op == "rnn":
         if len(given := {*acts, nonlinearity or acts[0]}) > 1:
             fail(op, "nonlinearity must be the same for all layers", ", ".join(map(repr, sorted(given))))
         cell = RNNCell(acts[0])
-    # theirs: MLX's names of the arrays in `Weights`, for error texts. bx is MLX's single bias, bh holds bhn.
+    # theirs: MLX's name by our name of an array, for error texts. bx is called like MLX's single bias, bh like bhn.
     theirs = {ours: key for key, ours in names.items()} | {
         "bx": next(key for key, ours in names.items() if ours == "b")
     }

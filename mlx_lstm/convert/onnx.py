@@ -85,7 +85,8 @@ def from_onnx(
             `layout` has no effect on the weights.
 
     Returns:
-        Weights: of one layer. With `linear_before_reset=0`, ONNX' default, a GRU resets before the product.
+        Weights: of one layer. With `linear_before_reset=0`, ONNX' default, the reset gate of a GRU multiplies h before
+            the recurrent product.
 
     Example:
         >>> import mlx.core as mx

@@ -160,7 +160,7 @@ def assembled(
             if word in needed and word not in parts.get(layer_and_way, {}) and not may_lack:
                 fail(op, f"{title(*layer_and_way, word)} must be there", "no such key")
     kind = OF_GATES[gates_of(op, parts[0, 0], title(0, 0, "Wh"))]  # "lstm", "gru" or "rnn"
-    # foreign: options that this cell does not have, and two that `Weights` stores in fields of its own.
+    # foreign: options that this cell does not have, and the two options that concern the directions, not the cell.
     foreign = {
         "bidirectional",
         "reverse",

@@ -87,8 +87,8 @@ class Weights(NamedTuple):
     `cell` has the formula and its options. The gate order is always i, f, g, o or r, z, n.
 
     `layers[layer][direction]` holds arrays by name, the forward direction first. `Wx` [GH, I] and `Wh` [GH, P] are
-    always there; P is the width of h, which is H without a projection. A layer may also have the biases `bx` [GH] of
-    the input's product and `bh` [GH] of the recurrent product, the projection `Wp` [P, H], and `peephole` [4H].
+    always there; P is the size of h, which is H without a projection. A layer may also have the biases `bx` [GH] of the
+    input's product and `bh` [GH] of the recurrent product, the projection `Wp` [P, H], and `peephole` [4H].
 
     `reverse`: the layers have one direction, which runs from the end to the start.
     """
@@ -250,11 +250,11 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
             fail(op, f"{title(0, 0, word)} must be there", "no such array")
         check_array(op, title(0, 0, word), first[word], ["rows", "columns"])  # two axes of any size
     # Wh has GH rows and P columns. With a projection P is the number of rows of Wp, else P is H.
-    rows, width = first["Wh"].shape
+    rows, columns = first["Wh"].shape
     P = first["Wp"].shape[0] if "Wp" in first else rows // G
     blocks = "H" if G == 1 else f"{G}H"
-    if rows % G or width != P or not rows:
-        sizes = "" if "Wp" in first else f" = [{G * width}, {width}]"
+    if rows % G or columns != P or not rows:
+        sizes = "" if "Wp" in first else f" = [{G * columns}, {columns}]"
         rule = f"{title(0, 0, 'Wh')} must have shape [{blocks}, {'P' if 'Wp' in first else 'H'}]{sizes}"
         fail(op, rule, f"shape {list(first['Wh'].shape)}")
     # shapes: the shape that each array must have. A layer above the first reads the D P outputs of the layer below.
@@ -339,8 +339,8 @@ def as_stored(op: str, weights: Weights, form: Format) -> Weights:
 
 
 def in_bias(weights: Weights) -> Weights:
-    """Return the weights with the option `forget_bias` of an LSTM added to its bias, for a format that has only the
-    bias. The option is then 0."""
+    """Return the weights with an LSTM's option `forget_bias` added to its bias and set to 0. Most formats have a bias
+    only."""
     cell = weights.cell
     if not (isinstance(cell, LSTMCell) and cell.forget_bias):
         return weights  # another cell, or a forget bias of 0
@@ -349,8 +349,8 @@ def in_bias(weights: Weights) -> Weights:
 
 
 def evened(weights: Weights) -> Weights:
-    """Return the weights with the same arrays in both directions of each layer: a bias or a peephole that only one of
-    them has is zeros in the other. Formats whose arrays hold both directions need them."""
+    """Return the weights with the same arrays in both directions of each layer. If only one direction has a bias or a
+    peephole, the other direction gets zeros. Formats that store both directions in one array need this."""
 
     def evened_layer(layer: Sequence[Arrays]) -> list[Arrays]:
         every: Arrays = {name: array for arrays in layer for name, array in arrays.items()}

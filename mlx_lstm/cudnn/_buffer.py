@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..convert.cudnn import GATES, Layout
-from ..ground.checks import check_array, check_integer, check_number, check_option, fail
+from ..ground.checks import check_array, check_integer, check_option, check_probability, fail
 
 INPUT_MODES = ("linear_input", "skip_input", "auto_select")
 DIRECTIONS = ("unidirectional", "bidirectional")
@@ -62,8 +62,7 @@ def check_attributes(op: str, attributes: Attributes) -> None:
     check_option(op, "rnn_mode", attributes.rnn_mode, tuple(GATES))
     check_option(op, "input_mode", attributes.input_mode, INPUT_MODES)
     check_option(op, "direction", attributes.direction, DIRECTIONS)
-    if not 0 <= check_number(op, "dropout", attributes.dropout) <= 1:
-        fail(op, "dropout must lie in [0, 1]", attributes.dropout)
+    check_probability(op, "dropout", attributes.dropout)
     check_integer(op, "seed", attributes.seed)
     check_integer(op, "seed2", attributes.seed2)
 

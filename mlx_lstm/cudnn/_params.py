@@ -106,7 +106,7 @@ def cudnn_rnn_params_to_canonical(
 
     Returns:
         CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate, then R_g [H,
-        S]; and biases [H] in the same order. With skip_input the W_g of layer 0 are [H, 0]; the original op fails in
+        S]; and biases [H] in the same order. With skip_input the W_g of layer 0 are [H, 0]; TensorFlow's op fails in
         this case.
 
     Example:

@@ -85,8 +85,8 @@ def cudnn_rnn(
         input_h (array): the first h, [L D, N, S]. Layers come in order; in each layer the forward direction comes
             first.
         input_c (array): the first c of an lstm, [L D, N, H]; ignored in other modes, where any value may be passed.
-        params (array): all weights and biases, [params_size], see `convert.cudnn`. A longer buffer is refused; the
-            original ignores the rest of it.
+        params (array): all weights and biases, [params_size]; the docstring of `mlx_lstm.convert.cudnn` describes their
+            order. A longer array is refused; TensorFlow's op ignores the rest of it.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
         input_mode (str): `"linear_input"`: every layer multiplies its input by W. `"skip_input"`: layer 0 has no W and
             uses x_t in place of W x_t; I must equal H. `"auto_select"`: skip_input if I = H, else linear_input.
@@ -251,8 +251,8 @@ def cudnn_rnn_backprop(
 ) -> CudnnRNNBackpropOutput:
     """Return the gradient of `cudnn_rnn` from its outputs: TensorFlow's CudnnRNNBackprop.
 
-    No gate is computed again. This op does not change reserve_space (the original writes into it), so two calls return
-    the same gradients bit for bit. If `dropout` is not 0, the dropout factors are read from reserve_space.
+    No gate is computed again. This op does not change reserve_space (TensorFlow's op writes into it), so two calls
+    return the same gradients bit for bit. If `dropout` is not 0, the dropout factors are read from reserve_space.
 
     Args:
         input, input_h, input_c, params: the arguments of the call of `cudnn_rnn`.

@@ -61,7 +61,7 @@ ENGINE_MODULES: dict[str, Any] = {"fused": fused, "stepwise": stepwise, "numpy":
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
 """Groups of outputs that share a tap, an identity function whose vjp rule notes that these outputs have a cotangent. A
 tap costs the host as much time as two kernel launches. The last states hT and cT share a tap because they are small: if
-only one of them has a cotangent, the backward pass reads zeros as that of the other one, which costs less than a second
+only one of them has a cotangent, the backward pass reads zeros for the other, which costs less time than a second
 tap."""
 
 
@@ -243,7 +243,8 @@ def with_taps(
     problem: Problem, outputs: Arrays, used: set[str], chunked: Chunked | None, mark: mx.array | None
 ) -> Arrays:
     """Return the outputs after their taps: identity functions that add the names of the outputs with a cotangent to the
-    set `used`. Outputs of one group in TAPS share a tap. chunked, mark: see `tapped`."""
+    set `used`. Outputs of one group in TAPS share a tap. chunked: holds the real sequences if chunks were evaluated, or
+    None. mark: a scalar that the taps take as an argument, to notice that MLX asks for the gradient of x; or None."""
     shown = shown_of(problem)
     for group in [[name for name in sharing if name in shown] for sharing in TAPS]:
         outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked, mark), strict=True)
@@ -487,8 +488,7 @@ def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arra
     `before_steps` normalises this product, and `ops` runs the steps. So `ops` first computes the gradients of the
     normalised product and of the other arrays of the steps. From these MLX derives the gradients of the arrays of the
     call. floats: the arrays of the call, with dequantized weights."""
-    # names: the arrays that MLX differentiates. Lengths are integers and have no gradient, so they are apart, in
-    # `rest`.
+    # names: the arrays that MLX differentiates. rest: lengths, which are integers and have no gradient.
     names = [name for name in floats if name != "lengths"]
     rest = {name: floats[name] for name in floats if name == "lengths"}
 
@@ -578,8 +578,8 @@ def with_derivatives_of(
     plain: Callable[..., tuple[mx.array, ...]], function: Callable[..., tuple[mx.array, ...]]
 ) -> Any:
     """Return a function that computes its results with `function`, and the derivatives of these results with `plain`.
-    Both compute the same results, but those of `function` have no graph, so MLX can differentiate only `plain`. Both
-    take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
+    Both compute the same results, but the results of `function` have no graph, so MLX can differentiate only `plain`.
+    Both take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
 
     # The rule for mx.vmap: map both functions over the axes that MLX names. Each result is mapped along its axis 0.
     # `function` evaluates its arguments, which must keep their graphs for an outer derivative.

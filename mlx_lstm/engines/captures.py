@@ -261,11 +261,13 @@ def unnamed_methods(kind: type) -> list[FunctionType]:
 
 
 def imported_by(function: FunctionType) -> list[tuple[str, ModuleType]]:
-    """Return the Python modules that the `import` statements inside a function name, as pairs (name, module). The code
-    does not say from how many packages above a relative import counts, so each module that it may mean is returned."""
+    """Return the Python modules that the `import` statements inside a function name, as pairs (name, module), with the
+    packages that hold them: after `import a.b` code may read a, too. The code does not say from how many packages above
+    a relative import counts, so each module that it may mean is returned."""
     package = str(function.__globals__.get("__package__") or "").split(".")
     above = [".".join([*package[:n], ""]) for n in range(1, len(package) + 1)]
-    names = [before + name for name in imports_in(function.__code__) for before in ("", *above)]
+    paths = [(before + name).split(".") for name in imports_in(function.__code__) for before in ("", *above)]
+    names = dict.fromkeys(".".join(path[:n]) for path in paths for n in range(1, len(path) + 1))
     return [(name, sys.modules[name]) for name in names if name in sys.modules]
 
 

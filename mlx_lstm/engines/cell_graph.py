@@ -239,8 +239,7 @@ def after_clip(op: str) -> Callable[..., int | None]:
         for n, node in enumerate(graph.nodes):
             if bound is None or not graph.is_built_in or x not in node.args or node.op not in (first, second):
                 continue
-            # Node n is max(x, k) or min(x, k). Return the comparison of node n with c if it gives the same result as
-            # that of x.
+            # Node n is max(x, k) or min(x, k). Compare node n with c instead of x, if the result is the same.
             k = graph.value(node.args[1] if node.args[0] == x else node.args[0])
             if k is not None and (k == bound if node.op == first else (k > bound if op == "gt" else k < bound)):
                 return graph.add(op, n, c)
@@ -325,8 +324,8 @@ class CellGraph:
         names: tuple[str, ...] | None = None,
     ):
         """Create the graph from its parts, which the class describes. counts: how many gates, states, inputs of each
-        step and parameters the cell has. names: the inputs that are differentiated; None for those of a user's cell
-        (`names_of`), to which a built-in cell adds others."""
+        step and parameters the cell has. names: the names of the inputs that are differentiated; None for a user's
+        cell, for which `names_of` returns them."""
         self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
         self.gates, self.states, self.inputs, self.params = counts
         # number: {name of an input: its node}
@@ -401,7 +400,7 @@ class CellGraph:
         return "W0T" in self.number
 
     def has_norm(self) -> bool:
-        """Return whether c is normalised: the normalisation is the input "N0"."""
+        """Return whether the cell normalises c. The graph then has an input "N0", which is this normalisation."""
         return "N0" in self.number
 
     def norm_operand(self, op: str) -> int:
@@ -481,7 +480,7 @@ def to_save(cell: CellGraph) -> list[int]:
 
     The backward pass often needs a preactivation only to compute one other node, such as the gate after its activation.
     Then this node is saved instead of the preactivation; in an LSTM these nodes are the gates. If the backward pass
-    needs that node, too, only to compute one other node, the latter is saved, and so on. The new states are not saved,
+    needs that node only to compute a third one, the third one is saved, and so on. The new states are not saved,
     because the outputs contain them. Nodes of the backward pass are not saved, because they depend on gradients.
     """
     free, saved = set(cell.known_after()), []  # free: the new states, which the outputs contain

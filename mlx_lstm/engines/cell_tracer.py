@@ -157,7 +157,8 @@ def cached_trace(
 ) -> CellGraph:
     """Return the graph of a cell from a cache. The graph does not refer to the user's function, so that the cache does
     not keep the function alive. captured: the numbers and the code that the cell reads besides its arguments; as a part
-    of the cache's key they make sure that a changed cell is traced again. The other arguments are those of `trace`."""
+    of the cache's key they make sure that a changed cell is traced again. apart: whether the cell gets each
+    preactivation as a pair (input's part, recurrent part). shape: (B, H)."""
     return trace(cell.function(), counts, apart, shape, dtype).of_function(None)
 
 
@@ -457,8 +458,8 @@ def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
     except ValueError as error:
         if "CustomTransforms" in str(error):
             raise NotPointwise("a custom function") from error
-        # The cell reads the values of an array, which has none. MLX's error for it has the first text. It has the
-        # second text if float(a), math.tanh(a) or `if a` gets an array of several numbers.
+        # The cell reads the values of an array, which has none while it is traced. MLX's error has the first text or,
+        # if float(a), math.tanh(a) or `if a` gets an array of several numbers, the second text.
         if "eval an array during function transformations" in str(error) or "Only length-1 arrays" in str(error):
             raise NotPointwise("a decision on values") from error
         name = str(error).partition("Unable to get state for primitive ")[2]

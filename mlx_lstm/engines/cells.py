@@ -98,7 +98,7 @@ class LSTMCell(NamedTuple):
     clip_gradient: str = "through"
     norm: NormOptions | None = None
 
-    # The module's docstring describes these attributes, which every cell has.
+    # Every cell has these attributes, which the head of this file explains.
     op = "lstm"
     gates = gradients = 4
     carried = 1
@@ -142,7 +142,7 @@ class GRUCell(NamedTuple):
     flip_z: bool = False
     norm: NormOptions | None = None
 
-    # The module's docstring describes these attributes, which every cell has.
+    # Every cell has these attributes, which the head of this file explains.
     op = "gru"
     gates = gradients = 3
     carried = inputs = summed = 0
@@ -168,7 +168,7 @@ class RNNCell(NamedTuple):
     act: str = "tanh"
     norm: NormOptions | None = None
 
-    # The module's docstring describes these attributes, which every cell has. reads_kept is false: the gradient of a
+    # Every cell has these attributes, which the head of this file explains. reads_kept is false: the gradient of a
     # step reads only its h, because the derivative of the activation is a function of its result.
     op = "rnn"
     gates = gradients = 1
@@ -201,7 +201,7 @@ class PointwiseCell(NamedTuple):
     recurrent: bool = True
     norm: NormOptions | None = None
 
-    # The module's docstring describes the attributes below, which every cell has.
+    # Every cell has the attributes below, which the head of this file explains.
     op = "pointwise"
     reads_kept = True
     params = "params"

@@ -206,9 +206,9 @@ class Chunked:
         return join(by_d) if problem.bidirectional else by_d[0]
 
     def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, sequences: dict[str, "SequenceBuffer"]) -> Arrays:
-        """Run the chunks of direction d forward and write their parts of the sequences. Return the last states and
-        the states at the start of each chunk. problem: that of this direction. sequences: the memory of h, c and
-        gates."""
+        """Run the chunks of direction d forward and write their parts of the sequences. Return the last states and the
+        states at the start of each chunk. problem: the description of this direction. sequences: the buffers of h, c
+        and gates."""
         # shared: arrays that all chunks read as a whole. by_step: arrays with one row per step. starts: {first step of
         # a chunk: the states before it}.
         shared, by_step, starts = self.shared_by_steps(arrays), self.by_step(arrays), {}
@@ -281,9 +281,9 @@ class Chunked:
         left_out: tuple[str, ...],
     ) -> Arrays:
         """Run the chunks of direction d backward. Write the gradients of arrays with steps, such as x, to `sequences`,
-        and return the gradients of the other arrays. problem: that of this direction. saved: what the forward pass
-        saved, among it the states at the start of each chunk. cotangents: those of some outputs. left_out: names of
-        gradients that nobody asks for."""
+        and return the gradients of the other arrays. problem: the description of this direction. saved: what the
+        forward pass saved, among it the states at the start of each chunk. cotangents: the cotangents of some outputs.
+        left_out: names of gradients that nobody asks for."""
         # starts: {"h0": "h_starts", "c0": "c_starts"}. sums: the gradients of the weights, summed over the chunks so
         # far.
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}

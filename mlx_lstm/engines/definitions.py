@@ -147,7 +147,7 @@ Step = tuple[list[Array], dict[str, Array]]
 def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functions) -> Step:
     """Run one step of an LSTM. Return ([h, c], gates). The module's docstring describes the arguments; each a includes
     the bias, for f also the forget bias. In the equations c_prev is the c before the step, p_i the peephole weights of
-    the gate i, s_i its activation, s_output that of c.
+    the gate i, s_i the activation of this gate, s_output the activation of c.
 
       i = s_i(a_i + p_i c_prev)   f = s_f(a_f + p_f c_prev)   g = s_g(a_g + p_g c_prev)
       c = f c_prev + i g, clipped if there is a limit; `clipped` defines the gradient of the clip

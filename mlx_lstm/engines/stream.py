@@ -63,7 +63,7 @@ class MLXStream:
     """
 
     def __init__(self, launches: list[tuple[Launch, Launch]], batch: tuple[int, ...], device: mx.Device):
-        """Prepare the layers; all states are zero. launches: for each layer, what `launch_of` prepared for a step
+        """Prepare the layers; all states are zero. launches: for each layer a pair of results of `launch_of`, for steps
         without and with the option `keep` (a factor on the states). batch: the sizes of the batch axes; B is their
         product. device: where the steps run."""
         self.launches, self.batch, self.device = launches, batch, device

@@ -40,6 +40,15 @@ def distinct(outputs: Sequence[mx.array]) -> list[mx.array]:
     return [output * 1 if mx.issubdtype(output.dtype, mx.inexact) else output for output in outputs]
 
 
+def split_apart(array: mx.array, parts: int | list[int], axis: int = 0) -> list[mx.array]:
+    """Return what `mx.split` returns, also if a compiled function splits the same array several times.
+
+    MLX 0.32.4 cannot compile two equal splits of an array that an elementwise operation computed: it raises the
+    IndexError "_Map_base::at". Here they split a view of the array, which no elementwise operation computed.
+    """
+    return [part.squeeze(0) for part in mx.split(array[None], parts, axis + 1)]
+
+
 class Leaving(Exception):
     """Exception that `stale_placeholder` raises inside mx.vmap, to end it before MLX removes the tracer mark of its
     placeholder."""

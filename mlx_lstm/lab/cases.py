@@ -159,11 +159,12 @@ def draw(
     options: other arguments of the op; None, such as b=None, removes an array.
     """
     T, B, I, H, P = sizes
-    # D: directions, G: gates. own: the first axis, the direction, of arrays that have such an axis.
+    # D: directions, G: gates. own: the size of the first axis of arrays that have an axis for the direction, else ().
+    # P: from here on the numbers in the h of one direction, with or without a projection.
     D, G, own = (2, len(GATES[op]), (2,)) if bidirectional else (1, len(GATES[op]), ())
-    width = P if projection else H
-    shapes = {"x": (T, B, D * G * H if projected_x else I), "Wh": (*own, G * H, width), "b": (D * G * H,)}
-    shapes |= {"h0": (B, D * width)}
+    P = P if projection else H
+    shapes = {"x": (T, B, D * G * H if projected_x else I), "Wh": (*own, G * H, P), "b": (D * G * H,)}
+    shapes |= {"h0": (B, D * P)}
     if op == "lstm":
         shapes["c0"] = (B, D * H)
     if op == "gru" and options.get("reset") != "before":
@@ -179,7 +180,7 @@ def draw(
         shapes |= {f"{name}_{part}": (*own, n) for name, n in names.items() if n for part in ("scale", "shift")}
         options["norm"] = norm
     if mask is not None:
-        shapes["mask"] = tuple(D * width if size == "P" else int(size) for size in mask)
+        shapes["mask"] = tuple(D * P if size == "P" else int(size) for size in mask)
     deviations = dict.fromkeys(shapes, 0.7) | {"Wh": recurrent}
     arrays = {name: rng.normal(0, deviations[name], shape) for name, shape in shapes.items()}
     if keep:

@@ -610,8 +610,8 @@ class RNN(Layer):
         options |= {"lengths": flat_lengths(op, lengths, tuple(batch)), "checkpoint_every": self.checkpoint_every}
         # `pointwise` takes x [L, B, D], with one batch axis and the time first.
         given = arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]
-        # cell: `activated` bound to the nonlinearity as a method. Two such methods of the same function are equal, as
-        # two lambdas would not be. So `pointwise` traces the cell (finds its graph of operations) only once.
+        # cell: `activated` bound to the nonlinearity as a method. Two such methods of the same function are equal; two
+        # lambdas would not be. So `pointwise` traces the cell (finds its graph of operations) only once.
         cell, x = MethodType(activated, self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)
         try:
             h, _ = pointwise(cell, x, *given, **options, training=self.training, engine=self.engine)

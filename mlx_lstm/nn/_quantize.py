@@ -47,7 +47,7 @@ def quantize(
         bits (int, optional): bits of a weight. Default: depends on the mode.
         mode (str): "affine", "mxfp4", "mxfp8" or "nvfp4", as in `mx.quantize`; `QuantizedLSTM` lists the sizes of each
             mode. Default: `"affine"`.
-        quantize_input (bool): for `mlx.nn.Linear` only, passed on. Default: `False`.
+        quantize_input (bool): is passed to `mlx.nn.quantize`, where it acts on `mlx.nn.Linear` only. Default: `False`.
         class_predicate (callable, optional): called with a layer's path and the layer. The layer is quantized if the
             result is `True`, or a dict of `group_size`, `bits` and `mode`. Default: all layers that can be quantized.
 

@@ -12,8 +12,9 @@ function of MLX gets and returns arrays only, not trees; its vjp rule gets (prim
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
+from gc import get_referents
 from math import isqrt
 from typing import Any
 
@@ -23,7 +24,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..engines.captures import Captured
 from ..engines.cell_tracer import captured_arrays, exported
-from ..engines.tracing import custom_function, vjp
+from ..engines.tracing import custom_function, split_apart, vjp
 from ..ground.checks import fail, without_warnings
 
 OP = "recurrent"
@@ -47,9 +48,9 @@ def checkpointed(
     K = min(T, isqrt(T - 1) + 1 if isinstance(every, str) else every)  # "auto": the square root of T, rounded up
     order = range(0, T, K)[:: -1 if reverse else 1]  # the first step of each chunk, in the order in which they run
     first = mapped(lambda array: array[:1], sequences), state, parameters  # of one step
-    draws = refuse_lost(lambda tree: chunk(order[0], *tree), first, modules)
+    refuse_lost(lambda tree: chunk(order[0], *tree), first, modules)
     inputs = {"sequences": sequences, "state": state, "parameters": parameters}
-    chunks = Chunks(chunk, (T, K, order), modules, inputs, draws)
+    chunks = Chunks(chunk, (T, K, order), modules, inputs)
     whole_run = custom_function(chunks.forward)
     whole_run.vjp(chunks.backward)
     outputs, last, _ = chunks.results(whole_run(*leaves(chunks.inputs)))
@@ -66,25 +67,24 @@ class Chunks:
         sizes: tuple[int, int, range],
         modules: list[nn.Module],
         inputs: dict[str, Any],
-        draws: bool,
     ):
         """chunk: runs the steps of one chunk. sizes: T, K, and the first steps of the chunks in the order in which they
         run. modules: those that `chunk` captures. inputs: the trees `sequences`, `state` and `parameters`, to which the
-        float arrays of the modules are added: everything of which the gradient is taken. draws: whether a step may draw
-        random numbers, as dropout does; then each chunk draws the same ones in both passes."""
-        self.chunk, self.modules, self.draws = chunk, modules, draws
-        self.random_keys: dict[int, mx.array] = {}  # by chunk: the state of the random numbers at its start
+        float arrays of the modules are added: everything of which the gradient is taken."""
+        self.chunk, self.modules = chunk, modules
         self.T, self.K, self.order = sizes
         # floats: for each module its parameters that can have a gradient, as pairs (key, array).
         floats = [[(key, array) for key, array in flat(each.parameters()) if is_float(array)] for each in modules]
         self.keys = [[key for key, _ in each] for each in floats]
         self.inputs = inputs | {"modules": [[array for _, array in each] for each in floats]}
-        # The tree of the results of `forward`, which is known when it has run: (outputs, last state, state at the start
-        # of each chunk). The states at the starts are results, so MLX keeps them for the backward pass.
+        # The tree of the results of `forward`, which is known when it has run: (outputs, last state, starts). starts:
+        # for each chunk the state before it, and the state of MLX's random numbers, so that a step with dropout draws
+        # the same ones in both passes. They are results, so MLX keeps them for the backward pass, also in a compiled
+        # function, where they have no numbers yet.
         self.structure: Any = None
 
     def results(self, values: Any) -> tuple[Any, Any, Any]:
-        """Return the leaves of the results of `forward`, or their cotangents, as (outputs, last state, states)."""
+        """Return the leaves of the results of `forward`, or their cotangents, as (outputs, last state, starts)."""
         return filled(self.structure, values)
 
     def run(self, start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
@@ -100,7 +100,7 @@ class Chunks:
         tree = filled(self.inputs, values)
         state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], self.T, self.K), {}, {}
         for start in self.order:
-            starts[str(start)], self.random_keys[start] = state, random_key()
+            starts[str(start)] = {"state": state, "random": random_state()[0]}
             # Make all inputs of this chunk wait for the state. Products of the input alone do not depend on the state,
             # so MLX could otherwise compute them for all chunks at once, which takes more memory.
             piece = waiting(pieces[start // self.K], state)
@@ -119,11 +119,12 @@ class Chunks:
         d_pieces, d_shared = {}, mapped(mx.zeros_like, shared)
         for start in reversed(self.order):
             n = start // self.K
-            given = waiting({"piece": pieces[n], "state": starts[str(start)], "shared": shared}, d_state)
-            with random_numbers_from(self.random_keys[start]) if self.draws else nullcontext():
+            begin = starts[str(start)]
+            given = waiting({"piece": pieces[n], "state": begin["state"], "shared": shared}, d_state)
+            with random_numbers_from(begin["random"]):
                 d = gradients(partial(results_of, self.run, start), given, (d_outputs[n], d_state))
             # The states at the starts are results of `forward`, so they have cotangents, too.
-            d_state = mapped(added, d["state"], d_starts[str(start)])
+            d_state = mapped(added, d["state"], d_starts[str(start)]["state"])
             d_shared = mapped(added, d_shared, d["shared"])
             # The chunk that ran before this one is next in the backward pass. Let its gradients wait for all gradients
             # of this chunk. Otherwise MLX could recompute several chunks at the same time, which takes more memory.
@@ -201,8 +202,8 @@ def filled(tree: Any, values: Any) -> Any:
 def in_pieces(tree: Any, T: int, K: int) -> list[Any]:
     """Split all arrays [T, ...] of a tree into pieces of K steps. Return a list with one tree per piece."""
     bounds = list(range(K, T, K))
-    # This uses mx.split instead of array[start:stop], whose gradient is an array of all T steps for each piece.
-    pieces = [mx.split(array, bounds) for array in leaves(tree)]
+    # A split is used instead of array[start:stop], whose gradient is an array of all T steps for each piece.
+    pieces = [split_apart(array, bounds) for array in leaves(tree)]
     # Not zip(*pieces): a tree of outputs may have no array, and still has one piece for each chunk.
     return [filled(tree, [piece[n] for piece in pieces]) for n in range(len(bounds) + 1)]
 
@@ -253,11 +254,11 @@ def captured_modules(step: Any) -> list[nn.Module]:
     return modules
 
 
-def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) -> bool:
+def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) -> None:
     """Raise an error if one step reads an array of floats that is neither in the tree of its arguments nor held by one
     of the modules: the gradient of such an array would be 0. A search of the step's code may miss it, so MLX lists what
-    the step reads. If MLX cannot list an operation of the step, nothing is raised. Return whether the step may draw
-    random numbers. run: runs the step with such a tree."""
+    the step reads. If MLX cannot list an operation of the step, nothing is raised. run: runs the step with such a
+    tree."""
     # held: of each module all arrays, as pairs (key, array), also those that are no parameters. Arrays in a tuple, no
     # parameters for MLX, cannot be replaced, so a step with such a module is not checked.
     whole: Any = [tree_flatten(module, is_leaf=lambda value: isinstance(value, tuple)) for module in modules]
@@ -265,7 +266,7 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
     own = [array for each in held for _, array in each]
     in_tuples = leaves([value for each in whole for _, value in each if isinstance(value, tuple)])
     if any(isinstance(value, mx.array) for value in in_tuples):
-        return True
+        return
 
     # Put arrays into the modules.
     def put(values: Any) -> None:
@@ -279,50 +280,39 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
         return leaves(run(filled(tree, arrays)))
 
     given = [mx.zeros(array.shape, array.dtype) for array in [*leaves(tree), *own]]  # the numbers do not matter
-    before, draws = random_key(), True
     try:
-        with without_warnings():  # engines warn that an export has no values; the real run warns if it must
+        # Engines warn that an export has no values; the real run warns if it must. The random numbers do not matter
+        # either, but the real run must draw those that it draws without this check.
+        with without_warnings(), random_numbers_from(mx.random.key(0)):
             # Both lists are alive at the same time, as `captured_arrays` needs them.
             content, again = exported(work, given), exported(work, given)
-        draws = any(item.get("name") == "RandomBits" for item in content)
     except Exception:  # MLX cannot export the step; an error of the user's own code comes again in the real run
-        return True
+        return
     finally:
         put(own)
-        if draws:  # the real run must draw the same random numbers
-            set_random_key(before)
     found = {key: array for item in content for key, array in item.get("constants", ())}
     captured = captured_arrays(content, again)
     for key in [key for key in found if key in captured]:
         refuse_floats(found[key], f"an array of shape {list(found[key].shape)}")
-    return draws
 
 
-def random_key() -> mx.array:
-    """Return the state of MLX's random numbers."""
+def random_state() -> list[mx.array]:
+    """Return the list of one array in which MLX keeps the state of the random numbers of this thread. MLX passes on
+    only an iterator over it. `mx.random.seed` takes only a number, which the state in a compiled function is not."""
     state: Any = mx.random.state
-    return state[0]
-
-
-def set_random_key(key: mx.array) -> None:
-    """Set the state of MLX's random numbers to this key, of two numbers. In an `mx.compile` that has the state among
-    its inputs, a key has no numbers yet; then the state stays as it is."""
-    try:
-        numbers: Any = key.tolist()
-    except ValueError:
-        return
-    mx.random.seed(numbers[0] << 32 | numbers[1])
+    kept: Any = get_referents(iter(state))[0]
+    return kept
 
 
 @contextmanager
 def random_numbers_from(key: mx.array) -> Iterator[None]:
-    """Let MLX draw its random numbers from this state inside the context."""
-    before = random_key()
-    set_random_key(key)
+    """Let MLX draw its random numbers from the state `key` inside the context, and then from its old state again."""
+    state = random_state()
+    before, state[0] = state[0], key
     try:
         yield
     finally:
-        set_random_key(before)
+        state[0] = before
 
 
 def refuse_floats(array: mx.array, name: str) -> None:

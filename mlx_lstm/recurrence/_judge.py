@@ -43,8 +43,8 @@ def main() -> None:
 
 
 class Trials:
-    """Runs trials in the child process. It remembers the kernels that were correct, so that no later trial runs just to
-    test them again."""
+    """Runs trials (small test runs of kernels) in the child process. It remembers the kernels that were correct, so
+    that no later trial runs just to test them again."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
@@ -84,7 +84,7 @@ class Recorder:
         """Return a function that launches a kernel. The kernel is built at its first launch. While this object
         records which kernels a test run needs, a launch does not run the kernel: it only records the kernel's
         source, and returns zeros in place of its outputs."""
-        built: list[Callable[..., Any]] = []  # [the kernel], after its first launch
+        built: list[Callable[..., Any]] = []  # empty before the kernel's first launch, then [the kernel]
 
         # Launch the kernel; while `self.texts` is a set, only record what determines the kernel. inputs, call: the
         # arguments of the launch, among them the shapes and dtypes of the outputs. Metal binds arrays of fewer than

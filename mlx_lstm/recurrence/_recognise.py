@@ -632,11 +632,12 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
                 effects.add(n)
 
     assign(gates, {})
-    # The weights of the hidden gate have an effect only while another block, the opener, is not 0.
+    # The weights of the gate HIDDEN[way.op] have an effect only while another block, the opener, is not 0.
     opener = next((part for part in OPENERS[way.op] if part in parts), None)
     if opener:
         assign([HIDDEN[way.op]], {opener: parts[opener][0]})
-    # A parameter has several views, such as its transpose, and is the weights of gates in at most one of them.
+    # A parameter has several views, such as itself and its transpose. In at most one of them its rows are the weights
+    # of gates.
     found = {part: [trial.blocks[n] for n in blocks] for part, blocks in parts.items()}
     views = {block.view_key for blocks in found.values() for block in blocks}
     titles = {block.title for blocks in found.values() for block in blocks}

@@ -221,8 +221,9 @@ class Stepper:
         """Set the states of all layers. H: hidden units; "...": the batch axes.
 
         Args:
-            state (array or tuple): (hidden, cell) for an LSTM, else hidden, in arrays of MLX or NumPy. For a single
-            layer each has the shape [..., H]; for a stack of K layers [K, ..., H].
+            state (array or tuple): (hidden, cell) for an LSTM, all states for a layer `Pointwise` with several, else
+                hidden, in arrays of MLX or NumPy. For a single layer each has the shape [..., H]; for a stack of K
+                layers [K, ..., H].
 
         Raises:
             ValueError: the states have the wrong number or shape.

@@ -163,7 +163,7 @@ def without_matrices(engine: str, problem: Problem) -> Problem | None:
         as_read = fused.readable(problem, problem.names, problem.dtype)
         found = fused.tiling_of("forward", as_read, as_read.dtype).matrices
     spare = problem.cut.spare if problem.cut else 0  # registers that stay free
-    # 4: the most rows of a threadgroup without such matrices.
+    # 4: the largest number of rows of a threadgroup that multiplies no 8 x 8 matrices.
     return problem._replace(cut=Cut(rows=4, spare=spare)) if found else None
 
 

@@ -29,7 +29,7 @@ def chosen(live: Array, one: Array, other: Array) -> Array:
     number that is not chosen would get the gradient NaN where the cotangent is infinite or NaN. The gradient of a
     gather (`take_along_axis`) has no such product. Only floats have a gradient, so other dtypes use `mx.where`.
     """
-    live = live.reshape(1, -1, *[1] * (one.ndim - 1))  # [1, B, 1, ..]; the new first axis is that of the stack below
+    live = live.reshape(1, -1, *[1] * (one.ndim - 1))  # [1, B, 1, ..], to broadcast to `both` below
     if not mx.issubdtype(one.dtype, mx.floating):
         return mx.where(live.squeeze(0), one, other)
     # Take row 1 of (other, one) where `live` is true, else row 0.

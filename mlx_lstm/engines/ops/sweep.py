@@ -41,7 +41,7 @@ from ..cells import AnyCell, PointwiseCell, norm_blocks
 from ..definitions import ScaledNorm, constant, normalised
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
-from ..tracing import distinct
+from ..tracing import distinct, split_apart
 from .packed import dequantized, times_input
 from .pointwise import chosen, gradients_by_mlx, pointwise_step
 
@@ -60,12 +60,12 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def with_zeros_in_padding(problem: Problem, arrays: Arrays, names: Sequence[str]) -> Arrays:
-    """Return the arrays of a call, where those of these names that differ by step are 0 in the padding, that is, past
-    the end of each item."""
+    """Return the arrays of a call, with 0 in the padding (the steps after an item's end) of the arrays `names`, if they
+    have an axis of time."""
     if "lengths" not in arrays:
         return arrays
     padded = [name for name in names if name in arrays and arrays[name].ndim == 3]
-    padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # not a mask for all steps, [1, B, P]
+    padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # leave out a mask [1, B, P]
     return arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
 
 
@@ -144,9 +144,9 @@ def live_items(arrays: Arrays, t: int) -> Array | None:
 
 def by_time(sequence: Array) -> list[Array]:
     """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
-    # Use mx.split, not sequence[t]: under mx.compile(shapeless=True) a later call with another shape would silently use
-    # the shape of the first call.
-    return [row.squeeze(0) for row in mx.split(sequence, sequence.shape[0])]
+    # Not sequence[t]: under mx.compile(shapeless=True) a later call with another shape would silently use the shape of
+    # the first call.
+    return [row.squeeze(0) for row in split_apart(sequence, sequence.shape[0])]
 
 
 def step(
@@ -171,7 +171,7 @@ def step(
     if cell.cell_clip is not None or cell.projection_clip is not None:
         of |= limits_of(cell, c, h)
     if "peephole" in arrays:  # `named` divides an array into w0, w1, ..., one part for each gate
-        of |= named("w", cell, arrays["peephole"])
+        of |= named("w", cell, arrays["peephole"][None])  # [None], as in `split_apart`
     # Products and sums are separate operations, because MLX 0.32.4 refuses mx.addmm under mx.vmap over x alone.
     if cell.reset == "before":  # a GRU whose candidate multiplies r * h_in by Wh; the products are added below
         of |= named("x", cell, z)
@@ -287,7 +287,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     step_back = StepBackward(problem, arrays, exposes="gates" in cotangents)
     for t in reversed(problem.steps()):
         # dh_t: the gradient of h after step t. It is the sum of the gradient dh from the step that was processed after
-        # step t and the cotangent of the output h[t]. dc_t: likewise. The index is [t, ...], because in MLX the
+        # step t and the cotangent of the output h[t]. dc_t is the same for c. The index is [t, ...], because in MLX the
         # gradient of indexing with [t] has no forward mode.
         dh_t = dh + cotangents["h"][t, ...] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t, ...] if "c" in cotangents else dc
@@ -350,7 +350,7 @@ class StepBackward:
         self.graph = graph = graph_of(cell, arrays, exposes)
         # fixed: the graph's inputs that are the same at every step, by name: peephole weights (w), the matrix of a
         # second product (W0), the norm of c (N0).
-        fixed: dict[str, Any] = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
+        fixed: dict[str, Any] = named("w", cell, arrays["peephole"][None]) if "peephole" in arrays else {}
         if graph.has_product():
             W = arrays["Wp"] if "Wp" in arrays else self.Wh[cell.block("n", H)]
             fixed |= {"W0": W, "W0T": W.T}
@@ -404,8 +404,8 @@ class StepBackward:
             yc, _ = normalised(raw, blocks=1, eps=self.eps)
             of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
         dz = joined([values[n] for n in self.of_x])
-        # dh_in: the gradient of h_in. With reset "before" three products of the step read h_in: those of r and z, and
-        # that of the candidate, whose part of the gradient is the graph's gradient of i0.
+        # dh_in: the gradient of h_in. With reset "before" it has three parts: one from the product of each gate r and
+        # z, and a third one from the candidate's product, which the graph computes as the gradient of i0.
         if "i0" in of:
             dh_in = sum([values[n] @ self.Wh[block] for n, block in self.of_p], values[of["i0"]])
         else:
@@ -421,7 +421,8 @@ class StepBackward:
     def inputs_of(
         self, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
     ) -> dict[str, Array]:
-        """Return the graph's inputs that differ from step to step, by name. The arguments are those of `__call__`."""
+        """Return the graph's inputs that differ from step to step, by name. before, after: the states before and after
+        step t, by name. dh, dc, dgates: the gradients of h, c and gates after the step."""
         given = {"s0": before["h"], "d0": dh, "d1": dc}
         if "c" in before:
             given["s1"] = before["c"]
@@ -475,8 +476,8 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
-    # The forward step multiplies a vector by Wp^T ("W0T"); it is known. The backward step multiplies the gradient
-    # before the clip by Wp ("W0"). So this gradient is the operand of "W0" in the graph, node n.
+    # In this graph the forward step multiplies a vector by Wp^T ("W0T"), which `projected_vector` computes. The
+    # backward step multiplies the gradient before the clip, the wanted result, by Wp ("W0"): node n.
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
     n = graph.operand("W0")
     return values_of(graph.nodes, [n], known, like=dh)[n]

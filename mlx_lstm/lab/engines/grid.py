@@ -88,8 +88,8 @@ class GridCase(NamedTuple):
         return self.options.get("op", "lstm")
 
     def draw(self, seed: int = 1) -> Case:
-        """Return the case with random arrays, which are the same at every call with the same seed. If it is quantized,
-        it also has the quantized weights, and the weights among its arrays are the dequantized ones."""
+        """Return a `Case` with random arrays, which depend on the seed only. If the weights are quantized, the `Case`
+        has the quantized weights, and its arrays are the dequantized weights."""
         # margin: how far arguments must be from a kink of an activation. Rounding to 16 bits moves them further.
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
         H = self.options["sizes"][3]
@@ -106,13 +106,13 @@ class GridCase(NamedTuple):
         return case._replace(call={**call, **rounded}, weights=weights)
 
     def hindrance(self, engine: str, **machine: Any) -> str:
-        """Return why an engine cannot run this case, or "" if it can. `machine`: what to assume about
-        the machine instead of asking it, for example `device="gpu"` or `metal=True`."""
+        """Return the reason why an engine cannot run this case, or "" if it can. machine: facts to assume about the
+        machine instead of asking it, for example device="gpu" or metal=True."""
         cells: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(reset=self.options.get("reset", "after"))}
-        T, B, width, H, _ = self.options["sizes"]
+        T, B, I, H, _ = self.options["sizes"]
         options: dict[str, Any] = {name: self.options.get(name, False) for name in ("bidirectional", "projection")}
         cell = cells.get(self.op, RNNCell())
-        return hindrance(engine, (T, B, width, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
+        return hindrance(engine, (T, B, I, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
 
     def limits(self) -> AbstractContextManager[object]:
         """Return the context in which this case has to run. If `long` is set, kernels inside this context use 64-bit

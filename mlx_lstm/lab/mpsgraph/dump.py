@@ -287,7 +287,7 @@ def dumps_of_sizes(case: CompareCase, results: Arrays, both: bool) -> Iterator[D
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:
         return
-    width = arrays["input_weight"].size // (D * G * H) if "input_weight" in arrays else D * G * H
+    I = arrays["input_weight"].size // (D * G * H) if "input_weight" in arrays else D * G * H
     if both != case.bidirectional:
         case = case._replace(descriptor=case.descriptor | {"bidirectional": both})
     # Try the axes of the source in all orders, the documented order [T, N, I] first. Without an input_weight the axis I
@@ -296,6 +296,6 @@ def dumps_of_sizes(case: CompareCase, results: Arrays, both: bool) -> Iterator[D
     for axis in (2, 1, 0):
         rest = [size for n, size in enumerate(arrays["source"].shape) if n != axis]
         for T, N in (rest, rest[::-1]):
-            if arrays["source"].shape[axis] == width and (T, N) not in seen:
+            if arrays["source"].shape[axis] == I and (T, N) not in seen:
                 seen.append((T, N))
-                yield Dump(case, results, {"T": T, "N": N, "I": width, "H": H, "K": H, "G": G, "D": D})
+                yield Dump(case, results, {"T": T, "N": N, "I": I, "H": H, "K": H, "G": G, "D": D})

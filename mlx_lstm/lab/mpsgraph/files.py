@@ -110,8 +110,8 @@ MOST_STEPS = 2**16
 
 
 def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> CompareCase:
-    """Return a case that was read from a golden file. Raise ValueError unless the oracle can compute the case and
-    the recorded results have the right shapes."""
+    """Return a case that was read from a golden file (recorded results). Raise ValueError unless the float64 oracle can
+    compute the case and the recorded results have the right shapes. entry: the file's description of the case."""
     name, op = shown(entry["name"], 200), entry["op"]
     if op not in GATES:
         raise ValueError(f"case {name} has the unknown op {shown(op)}")

@@ -25,17 +25,20 @@ HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}  # the orac
 
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
-    """Return all results of a case in float64 by name, in MPSGraph's layouts."""
+    """Return all results of a case (a call of an op with its arrays) in float64, by name, in MPSGraph's layouts.
+    readings: keywords of `options`, which interpret points that Apple's documentation leaves open."""
     return evaluated(case, Rounding(np.float64), **readings)
 
 
 def evaluated(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return all results of a case, one layer or a stack, computed by the oracle in the arithmetic `fl`."""
+    """Return all results of a case (a call of an op with its arrays), computed by the float64 oracle in the arithmetic
+    `fl`, which rounds the result of each operation. readings: keywords of `options`."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
 def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return the results of one layer, computed by the oracle in the arithmetic `fl`."""
+    """Return the results of a case with one layer, computed by the float64 oracle in the arithmetic `fl`, which rounds
+    the result of each operation. readings: keywords of `options`."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     found = Case(call_of(case, **readings), cotangents).results(fl)
     results = {name: found[word] for name, word in OUTPUTS.items() if word in found}
@@ -49,7 +52,8 @@ def kink_distance(case: CompareCase, **readings: str) -> float:
 
 
 def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
-    """Convert a case to arguments of the oracle."""
+    """Return a case (a call of an op with its arrays) as keyword arguments of the float64 oracle. readings: keywords of
+    `options`."""
     arrays = {WORDS[name]: array for name, array in case.arrays.items() if name in WORDS}
     bidirectional, reverse = case.bidirectional, case.descriptor.get("reverse", False)
     directions = {"bidirectional": bidirectional, "reverse": reverse and not bidirectional}
@@ -59,9 +63,9 @@ def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
 def options(
     case: CompareCase, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5", gate_order: str = ""
 ) -> dict[str, Any]:
-    """Convert the descriptor of a case to options of the oracle. output_peephole, hard_sigmoid, gate_order: how to
-    interpret three points that Apple's documentation leaves open: which cell state gate o reads ("previous" or
-    "current"), the slope of hard_sigmoid ("x/5" or "x/6"), and the gate order of an LSTM with `forget_gate_last`."""
+    """Convert the descriptor of a case to options of the float64 oracle. The keywords interpret three points that
+    Apple's documentation leaves open. output_peephole: the cell state that gate o reads, "previous" or "current".
+    hard_sigmoid: its slope, "x/5" or "x/6". gate_order: the gate order of an LSTM, or "" for the documented one."""
     descriptor, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
 
     def activation(name: str, default: str) -> str:

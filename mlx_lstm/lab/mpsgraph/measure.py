@@ -61,7 +61,8 @@ class ComparisonRow(NamedTuple):
 
 def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[ComparisonRow]:
     """Yield the comparisons of all results of a case. Every implementation is compared with the float64 oracle. Each of
-    our engines is also compared with the results in FROM_OUTSIDE, which other programs computed."""
+    our engines is also compared with the results of other programs (`FROM_OUTSIDE`). outcomes: the results of each
+    implementation, by its name."""
     dtype = case.arrays["source"].dtype
     for name, outcome in outcomes.items():
         if outcome.problem:

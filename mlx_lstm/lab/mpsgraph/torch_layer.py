@@ -110,7 +110,7 @@ def state(case: CompareCase, name: str, device: str) -> Any:
     no such state, return zeros that need no gradient."""
     import torch
 
-    N, width = case.arrays["source"].shape[1], case.directions * case.hidden
-    array = case.arrays.get(name, np.zeros((N, width), case.arrays["source"].dtype))
+    N, numbers = case.arrays["source"].shape[1], case.directions * case.hidden
+    array = case.arrays.get(name, np.zeros((N, numbers), case.arrays["source"].dtype))
     stacked = np.stack(np.split(array, case.directions, axis=-1))
     return torch.tensor(stacked, device=device, requires_grad=name in case.arrays)

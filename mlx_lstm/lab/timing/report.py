@@ -96,8 +96,8 @@ def check_cells(row: Measurement) -> list[str]:
 
 
 def checkpoint_lines(rows: Sequence[Measurement]) -> list[str]:
-    """Return one line per measurement with gradient checkpointing: its memory and time, relative to the same engine
-    without checkpointing."""
+    """Return a line of text for each measurement with the option `checkpoint_every`: its memory and time, divided by
+    those of the same engine without the option."""
     lines, by_task = [], {row.task: row for row in rows}
     for row in rows:
         whole = by_task.get(row.task._replace(every=None))

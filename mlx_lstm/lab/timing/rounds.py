@@ -84,8 +84,9 @@ def plan(seconds: float, rounds: int, once: float) -> Plan:
 
 
 def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
-    """Return the ratio of the times of `row` and `reference`, or None if one of them was not timed. Turn n of each was
-    in round n, so the medians of equal rounds are divided. If one of them has fewer turns, only its rounds count."""
+    """Return the ratio of the times of `row` and `reference`, or None if one of them was not timed. Turn n of both was
+    in round n, so the medians of the same round are divided. If one of them has fewer turns, the later rounds of the
+    other are left out."""
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
@@ -94,10 +95,10 @@ def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
 def needed_bytes(size: Size, which: str, dtype: str) -> int:
     """Return the smallest possible memory of a pass in bytes: that of x, the four gates, h and c, and in the pass
     "backward" also of dx, dWx, dWh, db."""
-    T, B, width, H = size
-    numbers = T * B * (width + 6 * H)
+    T, B, I, H = size
+    numbers = T * B * (I + 6 * H)
     if which == "backward":
-        numbers += T * B * width + 4 * H * (width + H + 1)
+        numbers += T * B * I + 4 * H * (I + H + 1)
     return numbers * (4 if dtype == "float32" else 2)
 
 

@@ -19,12 +19,14 @@ __all__ = ["CASES", "BenchCase", "find_contender", "is_installed"]
 class BenchCase(NamedTuple):
     """A benchmark case: one computation that several contenders (implementations) run.
 
-    sizes: the sizes measured by default. passes: the passes of the case, such as "forward", each with the names of the
-    results that it computes. default_passes: the passes measured by default. contenders: the implementations, by their
-    name on the command line. references: the contenders by whose times the times of all others are divided. draw:
-    draw(size, dtype) returns random inputs. judge: judge(inputs, dtype, backward=) returns a `Judge`, which compares
-    results with float64. cell, bidirectional: the cell, and whether there are two directions. The choice of an engine
-    depends on both.
+    sizes: the sizes measured by default.
+    passes: the passes of the case, such as "forward", each with the names of the results that it computes.
+    default_passes: the passes measured by default.
+    contenders: the implementations, by their name on the command line.
+    references: the contenders by whose times the times of all others are divided.
+    draw: draw(size, dtype) returns random inputs.
+    judge: judge(inputs, dtype, backward=) returns a `Judge`, which compares results with float64.
+    cell, bidirectional: the cell, and whether there are two directions. The choice of an engine depends on both.
     """
 
     sizes: tuple[Size, ...]

@@ -22,8 +22,8 @@ def drawn(size: Size, dtype: str, weights: dict[str, tuple[int, ...]], direction
     """Return random arrays by name: x [T, B, I], the weights, and dh [T, B, directions * H]. They are float32 arrays
     with values that `dtype` can represent. weights: {name: shape}."""
     rng = np.random.default_rng(0)
-    T, B, width, H = size
-    numbers = {"x": rng.standard_normal((T, B, width), np.float32)}
+    T, B, I, H = size
+    numbers = {"x": rng.standard_normal((T, B, I), np.float32)}
     for name, shape in weights.items():
         numbers[name] = ((2 * rng.random(shape, np.float32) - 1) / np.sqrt(H)).astype(np.float32)
     numbers["dh"] = rng.standard_normal((T, B, directions * H), np.float32)

@@ -111,7 +111,7 @@ def from_buffer(buffer: np.ndarray, like: Tensors) -> Tensors:
 
 
 def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.cudnn.cudnn_rnn`, prepared with the given arrays and ready to run."""
+    """Return the task for `mlx_lstm.cudnn.cudnn_rnn` with these arrays, ready to run."""
     from mlx_lstm.cudnn import cudnn_rnn
 
     training = task.which == "backward"
@@ -133,7 +133,7 @@ def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_torch(cell: str, numbers: Tensors, task: Task) -> Work:
-    """Return `torch.nn.LSTM` or `torch.nn.GRU` on the CPU, time-major, ready to run."""
+    """Return the task for `torch.nn.LSTM` or `torch.nn.GRU` on the CPU, ready to run."""
     import torch
 
     layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell]
