@@ -28,6 +28,7 @@ from ..ground.checks import check_array, check_option, fail
 from . import mlx, torch
 from .keras import NAMED, arrays_of, direction
 from .keras import NAMES as KERAS_NAMES
+from .layers import check_keys
 from .mlx import to_ops
 from .torch import assembled, gates_of
 from .weights import OF_GATES, OURS, Weights, as_stored, from_one_bias, gate_order, of_layer, reorder, two_biases
@@ -285,6 +286,7 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
     op = "from_names"
     if not isinstance(arrays, Mapping):
         fail(op, "arrays must be a dict of arrays by name", type(arrays).__name__)
+    check_keys(op, arrays)
     if nonlinearity is not None:
         check_option(op, "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
     layers, used = layers_of(arrays, Told({}, {}), nonlinearity=nonlinearity)  # {}: there are no metadata
