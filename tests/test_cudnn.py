@@ -571,6 +571,8 @@ BAD = {
         r"input_size must be num_units = 2 with input_mode='skip_input' but got 4",
     ),
     "direction": ({}, {"direction": "both"}, r"direction must be one of .* but got 'both'"),
+    "mode array": ({}, {"rnn_mode": np.ones((2, 2))}, r"rnn_mode must be one of"),
+    "direction array": ({}, {"direction": np.ones((2, 2))}, r"direction must be one of"),
     "dropout 1.1": ({}, {"dropout": 1.1}, r"dropout must lie in \[0, 1\] but got 1.1"),
     "dropout -": ({}, {"dropout": -0.1}, r"dropout must lie in \[0, 1\] but got -0.1"),
     "dropout nan": ({}, {"dropout": float("nan")}, r"dropout must be a finite number but got nan"),
