@@ -1066,7 +1066,10 @@ def test_a_trial_of_clips_that_stop_gradients(clips):
     for cell in every_cell():
         if cell.op == "lstm" and cell.cell_clip:
             limits = {"cell_clip": None, **dict.fromkeys(clips, 3.0)}
-            cell = without_numbers(cell._replace(**limits, clip_gradient="zero"))
+            of_call = cell._replace(**limits, clip_gradient="zero")
+            cell = without_numbers(of_call)
+            for name in ("cell_clip", "projection_clip", "forget_bias"):  # the trial has the options of the call
+                assert bool(getattr(cell, name)) == bool(getattr(of_call, name)), name
             for given in (names, names[:5]):
                 given = (*given, "Wp") if "projection_clip" in clips else given
                 drawn = _draw.draw(problem(B=3, cell=cell, dtype=mx.bfloat16, names=given), np.random.default_rng(0))

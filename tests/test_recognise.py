@@ -556,8 +556,8 @@ def starts_at_zero():
     return m, step
 
 
-OTHERS = [coupled, normalised, minimal_gated, residual, stopped, compiled, one_hidden_weight_per_unit]
-OTHERS += [skips_padding, starts_at_zero]
+OTHERS = [coupled, normalised, minimal_gated, residual, stopped, one_hidden_weight_per_unit]
+OTHERS += [pytest.param(compiled, marks=pytest.mark.needs_mx_compile), skips_padding, starts_at_zero]
 
 
 @pytest.mark.parametrize("cell", OTHERS, ids=lambda cell: cell.__name__)

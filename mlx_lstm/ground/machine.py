@@ -184,7 +184,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except OSError as error:
         if error.errno not in (errno.EPIPE, *UNWRITABLE):
             raise
-        if sys.stdout is not None:  # so that Python's last flush does not fail
+        if sys.stdout is not None:  # let stdout lead nowhere, so that Python's last flush at exit does not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # 141: the exit code of a process that SIGPIPE ended. Python prints a text, and the exit code is then 1.
         code = 141 if error.errno == errno.EPIPE else f"the output cannot be written: {error}"
