@@ -191,7 +191,7 @@ def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array 
         for name in names:
             check_array(op, f"heads[{n}]: {name}", head[name], shapes[name])
     # `apart` reshapes [4D, ...] to [4, D, ...]; the heads become axis 1.
-    found = {name: mx.stack([apart(head[name], D) for head in heads], axis=1) for name in names}
+    found = {name: mx.stack([by_gate(head[name], D) for head in heads], axis=1) for name in names}
     return {letter: found.get(name) for letter, name in zip("WRb", SLSTM, strict=True)}
 
 
@@ -214,7 +214,7 @@ def joined(array: mx.array) -> mx.array:
     return array.reshape(-1, *array.shape[2:])
 
 
-def apart(array: mx.array, D: int) -> mx.array:
+def by_gate(array: mx.array, D: int) -> mx.array:
     """Divide axis 0 of an array [G D, ...] into the axes gate and unit: return [G, D, ...]. G: the number of gates,
     D: the number of units."""
     return array.reshape(-1, D, *array.shape[1:])
