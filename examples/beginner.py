@@ -5,8 +5,8 @@
 
 The training text comes with every Python, so nothing is downloaded. The last printed line compares the model with a
 table that counts which character follows which. The unit is bits per character. A lower number is better: with one bit
-less the model hesitates between half as many characters. examples/char_lm.py is a more complete program, with
-checkpoints and validation.
+less the model gives the right character twice the probability, on average. examples/char_lm.py is a more complete
+program, with checkpoints and validation.
 """
 
 import os

@@ -85,11 +85,11 @@ class Settings(NamedTuple):
     dtype: str = "float32"
 
 
-# Settings that checkpoints of older versions lack, and the values that those versions used. `Run.write` does not store
-# a setting that has this value.
-YOUNG = {"dtype": "float32"}
+# The settings that were added later, so that old checkpoints lack them, and the values that old versions used.
+# `Run.write` does not store a setting that has this value.
+ADDED = {"dtype": "float32"}
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}  # no float16: it needs a scaled loss, see docs/training.md
-RANGES = {  # [lowest, limit) of the options that are numbers
+RANGES = {  # of each option that is a number: its lowest value, and the limit that it must stay below
     **dict.fromkeys(("steps", "batch", "window", "embedding", "hidden", "evaluations"), (1, math.inf)),
     **dict.fromkeys(("learning_rate", "weight_decay", "clip", "seconds", "temperature", "length"), (0, math.inf)),
     "dropout": (0, 1),
@@ -97,18 +97,18 @@ RANGES = {  # [lowest, limit) of the options that are numbers
 }
 HELP = Settings(
     steps="training steps, one window of every row each",
-    batch="rows the training text is cut into",
-    window="characters per row and step, the reach of the gradient",
-    embedding="width of a character's vector",
-    hidden="width of the LSTM",
-    dropout="share of the LSTM's outputs dropped in training",
+    batch="number of rows into which the training text is cut; a step trains on all rows",
+    window="characters of each row that one step reads; no gradient goes further back",
+    embedding="size of a character's vector",
+    hidden="number of units of the LSTM",
+    dropout="probability with which an output of the LSTM is set to 0 in training",
     learning_rate="AdamW's highest rate, after a warm-up and before a cosine decay",
     weight_decay="AdamW's weight decay",
     clip="largest norm of the gradient",
     evaluations="how often to measure validation and write a checkpoint",
-    seed="of weights, dropout and samples",
-    engine="the LSTM's engine; chosen by itself if not given",
-    dtype="float32 or bfloat16, of weights and activations; what the optimizer holds, and the loss, stay float32",
+    seed="random seed of weights, dropout and samples",
+    engine="the LSTM's engine; without this option the library chooses it",
+    dtype="dtype of weights and activations, float32 or bfloat16; the optimizer's arrays and the loss stay float32",
 )
 
 
@@ -156,7 +156,7 @@ def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
 
 
 def trigram(codes: np.ndarray, size: int) -> np.ndarray:
-    """Return [V, V, V], the probability of each character after two others, by interpolated Kneser-Ney.
+    """Return the probability of each character after two others, [size, size, size], by interpolated Kneser-Ney.
 
     The trigram falls back to a bigram, the bigram to a unigram, the unigram to a uniform distribution. The bigram
     and the unigram do not count how often a character occurs. They count in how many different contexts it occurs.
@@ -385,7 +385,7 @@ class Run:
         self.saved = self.step
 
     def write(self, path: Path) -> None:
-        settings = {name: value for name, value in self.settings._asdict().items() if YOUNG.get(name, ...) != value}
+        settings = {name: value for name, value in self.settings._asdict().items() if ADDED.get(name, ...) != value}
         about = {"settings": json.dumps(settings), "run": json.dumps(self.numbers())}
         mx.save_safetensors(str(path), self.arrays(), about)
 
@@ -403,41 +403,42 @@ class Run:
 
     @classmethod
     def read(cls, path: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
-        arrays, settings, kept = read_checkpoint(path)
+        arrays, settings, numbers = read_checkpoint(path)
         check_sizes(arrays, settings, len(corpus.alphabet))
         run = cls(settings._replace(engine=engine) if engine else settings, corpus, ranks)
-        check_alike("number", kept, run.numbers(), lambda value: type(value).__name__)
-        check_progress(kept, settings.steps, run.inputs.shape[1])
-        if kept["text"] != run.numbers()["text"]:
-            raise ValueError(f"it was trained on another text (another Python?): {kept['text']}")
+        check_alike("number", numbers, run.numbers(), lambda value: type(value).__name__)
+        check_progress(numbers, settings.steps, run.inputs.shape[1])
+        if numbers["text"] != run.numbers()["text"]:
+            raise ValueError(f"it was trained on another text (another Python?): {numbers['text']}")
         check_alike("array", arrays, run.arrays(), lambda array: f"{array.dtype} {list(array.shape)}")
         run.state, run.key = (arrays.pop("state.hidden"), arrays.pop("state.cell")), arrays.pop("key")
         trees = tree_unflatten(list(arrays.items()))
         run.model.update(trees["model"])
         run.optimizer.state = trees["optimizer"]
-        run.step, run.position, run.losses = kept["step"], kept["position"], kept["losses"]
+        run.step, run.position, run.losses = numbers["step"], numbers["position"], numbers["losses"]
         run.saved = run.step
-        run.validation = [tuple(point) for point in kept["validation"]]
+        run.validation = [tuple(point) for point in numbers["validation"]]
         return run
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
-    """Return the arrays, settings and numbers of a checkpoint; raise ValueError if the file lacks them."""
+    """Return the arrays of a checkpoint by name, its settings, and its numbers as `Run.numbers` returns them. Raise
+    ValueError if one of them is missing."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe might never end
             raise ValueError("no regular file")
         arrays, about = mx.load(str(path), return_metadata=True)
         mx.eval(arrays)  # read all now, since the file may be removed
-        settings, kept = (dict(json.loads(about[name])) for name in ("settings", "run"))
+        settings, numbers = (dict(json.loads(about[name])) for name in ("settings", "run"))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         text = str(error).splitlines()[0] if str(error) else ""
         raise ValueError(f"it is no whole checkpoint ({type(error).__name__}: {text})") from None
-    settings = YOUNG | settings
+    settings = ADDED | settings
     any_engine = Settings()._replace(engine=settings.get("engine"))._asdict()
     check_alike("setting", settings, any_engine, lambda value: type(value).__name__)
     for name, rule in broken_ranges(settings):
         raise ValueError(f"setting {name} {rule}")
-    return arrays, Settings(**settings), kept
+    return arrays, Settings(**settings), numbers
 
 
 def check_sizes(arrays: dict[str, mx.array], settings: Settings, symbols: int) -> None:
@@ -505,7 +506,8 @@ def ctrl_c() -> Iterator[threading.Event]:
 
 
 def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = None) -> bool:
-    """Train to the last step and return True; after `seconds` or Ctrl-C return False. Always write a checkpoint.
+    """Train to the last step, or until `seconds` have passed, and return True; return False after Ctrl-C. In each case
+    write a checkpoint.
 
     All processes stop at the same step, and the first one writes. If a process is lost, which may be the first one,
     every other process writes the checkpoint and raises `Lost`.
@@ -577,15 +579,16 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
         kind = str if default is None else type(default)
         text = getattr(HELP, name) + ("" if default is None else f" (default: {default})")
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--seconds", type=float, help="stop after so long, as Ctrl-C would, and sample")
+    parser.add_argument("--seconds", type=float, help="stop the training after this time, and write a sample")
     parser.add_argument("--distributed", action="store_true", help="share each batch with the processes of mlx.launch")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, with its settings")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     parser.add_argument("--out", type=Path, default=Path("runs/char_lm"), help="folder of the results")
-    widths = (2, 3, 4, 5, 6, 8)
-    text = "after training, validate with the LSTM's weights in so many bits, too"
-    parser.add_argument("--quantize", type=int, nargs="+", choices=widths, metavar="BITS", help=text)
+    sizes = (2, 3, 4, 5, 6, 8)
+    text = "after training, also validate with the LSTM's weights quantized to these numbers of bits"
+    parser.add_argument("--quantize", type=int, nargs="+", choices=sizes, metavar="BITS", help=text)
     parser.add_argument("--prompt", default="The ", help="what the sampled text starts with")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of sampling; 0 takes the likeliest character")
+    text = "temperature of the sampling; 0 takes the likeliest character"
+    parser.add_argument("--temperature", type=float, default=0.7, help=text)
     parser.add_argument("--length", type=int, default=400, help="characters to sample")
     options = parser.parse_args(argv)
     given = {name: value for name, value in vars(options).items() if name in Settings._fields}
@@ -613,18 +616,18 @@ def report(run: Run, baseline: float, options: argparse.Namespace, console: Cons
     console.print(text)
     console.rule()
     console.print(f"validation: LSTM    {bits:.3f} bits per character")
-    for width, other in quantized_bits(run, options.quantize or []):
-        console.print(f"validation: LSTM    {other:.3f} bits per character, its weights in {width} bits each")
+    for size, other in quantized_bits(run, options.quantize or []):
+        console.print(f"validation: LSTM    {other:.3f} bits per character, its weights in {size} bits each")
     console.print(f"validation: trigram {baseline:.3f} bits per character")
     console.print(f"wrote {CHECKPOINT}, loss.png and sample.txt to {options.out}")
 
 
-def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
-    """Yield (width, validation bits per character) with the LSTM's weights quantized to each width, in bits."""
+def quantized_bits(run: Run, sizes: list[int]) -> Iterator[tuple[int, float]]:
+    """Quantize the LSTM's weights to each size in bits, and yield (size, validation bits per character)."""
     trained, group = run.model.lstm, 64 if run.settings.hidden % 64 == 0 else 32
-    for width in widths:
-        run.model.lstm = QuantizedLSTM.from_layer(trained, group, width)
-        yield width, validation_bits(run.model, run.corpus)
+    for size in sizes:
+        run.model.lstm = QuantizedLSTM.from_layer(trained, group, size)
+        yield size, validation_bits(run.model, run.corpus)
     run.model.lstm = trained
 
 

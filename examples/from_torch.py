@@ -4,11 +4,13 @@
     python examples/from_torch.py --mode gru --layers 3
     python examples/from_torch.py --save lstm.safetensors
 
-The functions `from_torch` and `to_torch` convert the layer. The rest of the program runs both layers, with random
-weights, on the same sequences of different lengths, and prints how their results differ. The example needs torch.
+The functions `from_torch` and `to_torch` convert the layer. The rest of the program runs the torch layer, which has
+random weights, and the converted layer on the same sequences of different lengths, and prints how their results differ.
+The example needs torch.
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -79,6 +81,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=2, metavar="L", help="number of layers (default: 2)")
     parser.add_argument("--save", metavar="FILE", help="write the weights under torch's names, .safetensors")
     arguments = parser.parse_args(argv)
+    if arguments.layers < 1:
+        parser.error("--layers must be at least 1")
+    if arguments.save and (Path(arguments.save).suffix != ".safetensors" or not Path(arguments.save).parent.is_dir()):
+        parser.error("--save must be a file name that ends in .safetensors, in a folder that exists")
     torch.manual_seed(0)
     theirs = layers[arguments.mode](24, 32, arguments.layers, bidirectional=True)
     print(ours := from_torch(theirs))

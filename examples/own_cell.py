@@ -25,7 +25,7 @@ from support.curves import draw
 from mlx_lstm import cells
 from mlx_lstm.nn import Pointwise
 
-CELLS = {"sLSTM": (cells.slstm, 4), "LSTM": (cells.lstm, 2)}  # each with its number of states
+CELLS = {"sLSTM": (cells.slstm, 4), "LSTM": (cells.lstm, 2)}  # each cell with its number of states
 WINDOW, ROWS, HIDDEN = 64, 16, 96
 
 

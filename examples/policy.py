@@ -53,7 +53,8 @@ class Policy(nn.Module):
 
 
 def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
-    """Play some steps of all games. Return arrays [GAMES, steps] by name and the last states [GAMES, HIDDEN]."""
+    """Play some steps of all games. Return arrays [GAMES, steps] by name and the last states [GAMES, HIDDEN]. wipe:
+    whether the states are reset after every step, so that the policy has no memory."""
     records = []
     for _ in range(steps):
         scores, state = policy.step(mx.array(seen := games.seen), state)
@@ -66,8 +67,9 @@ def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
 
 
 def loss(policy, played, state):
-    """Return the REINFORCE loss: winning actions get more likely, losing ones less. Only the last action of an episode
-    has a reward, so only this action enters the loss."""
+    """Return the REINFORCE loss, which makes winning actions more likely and losing actions less likely, and the
+    largest difference of the scores from those of the single steps. Only the last action of an episode has a reward, so
+    only this action enters the loss. played: the arrays of `rollout`; state: the states before it."""
     played = {name: mx.array(values) for name, values in played.items()}
     keep = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~played["ends"][:, :-1]], axis=1)  # False: a new episode
     scores = policy(played["seen"], state, keep)

@@ -59,8 +59,8 @@ def main(layers=2, units=640, bits=0):
         sys.exit(f"units must be a multiple of 32, a group of weights, but are {units}.")
     if not bits:
         print("bits   weights   all arrays   a step   one in a hundred   off by", flush=True)  # children print rows
-        for width in (32, 8, 4):
-            subprocess.run([sys.executable, __file__, str(layers), str(units), str(width)], check=True)
+        for bits in (32, 8, 4):
+            subprocess.run([sys.executable, __file__, str(layers), str(units), str(bits)], check=True)
         return
     mx.random.seed(0)
     model = Stack(layers, units).eval()

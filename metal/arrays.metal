@@ -1,4 +1,4 @@
-// Helpers for the arrays of a kernel. The caller may not have all of these arrays.
+// Helpers for the arrays of a kernel, some of which may be missing in a call.
 //
 // A kernel gets its arrays in one struct, `a`. The launcher (mlx_lstm/engines/metal/kernel.py) generates this struct:
 // it has one field per array, with the type of the array's buffer, or Absent for an array that the caller does not
@@ -6,22 +6,22 @@
 // be `constant` or `device` pointers, because MLX binds an array of fewer than 8 elements as `constant` and others as
 // `device`.
 
-// The type that a kernel gets in place of an array that the caller does not have, and its only value.
+// A kernel gets the value `absent`, of type Absent, in place of an array that the caller does not have.
 enum Absent { absent };
 
-// Used only in decltype, so it has no body: decltype(as_field(z)) is the type of the struct's field for the array z. It
-// is the type of the kernel's parameter z without the address space of the parameter itself, which the field of a
-// struct must not have.
+// Declare the type of a struct's field for the array `parameter`: the parameter's type without the address space of the
+// parameter itself, which a field must not have. The function has no body, because it is used only as
+// decltype(as_field(z)).
 template <class A> A as_field(A parameter);
 
-// Return whether the caller has this array. The compiler knows it from the type.
+// Return whether the caller has this array. The argument's type decides, so the compiler knows the result.
 inline bool is_present(Absent) { return false; }
 template <class A> bool is_present(A) { return true; }
 
-// Return array[index], or `otherwise` if the array is absent.
+// Return array[index], or `otherwise` if the caller does not have the array.
 template <class V> V value_at(Absent, long, V otherwise) { return otherwise; }
 template <class A, class V> V value_at(A array, long index, V) { return V(array[index]); }
 
-// Store the value in array[index]. Do nothing if the array is absent.
+// Store the value in array[index]. Do nothing if the caller does not have the array.
 inline void store(Absent, long, float) {}
 template <class A> void store(device A* array, long index, float value) { array[index] = A(value); }

@@ -1,7 +1,8 @@
-// What all cells share: options in one integer, activations, and the members of a cell's struct.
+// What all cells (LSTM, GRU, plain RNN) share: their options as one integer, the activation functions, and the list of
+// members that the struct of a cell must have.
 //
-// A cell's struct (Cell in the kernels) computes one step of one unit of one batch item. It has one template parameter,
-// OPTIONS (engines/metal/kernel.py: cell_number):
+// A cell's struct (Cell in the kernels) computes one step of one hidden unit of one batch item. It has one template
+// parameter, the integer OPTIONS. The function cell_number in engines/metal/kernel.py computes this integer:
 //   bits 0-7    the position of each gate's block of H numbers (H: units) on a gate axis, two bits per gate
 //   bits 8-22   the activation of each gate, then of the output, three bits each
 //   bits 23-26  the cell's own options: see its file
@@ -29,32 +30,34 @@
 //   product_gradient   the gradient of a gate's product
 // All arithmetic is in float.
 
-// The size of an array for COUNT numbers: at least 1, because Metal has no arrays of size 0.
+// The size to declare for an array of COUNT numbers. It is at least 1, because Metal has no arrays of size 0.
 template <int COUNT> constant constexpr int SIZE_FOR = COUNT == 0 ? 1 : COUNT;
 
-// CARRIES: how many states have a carry in the backward pass: a gradient that bypasses the recurrent product, because a
-// step reads the state outside of it. These are all states besides h, and h if PASSES_H. FIRST_CARRY: the first of them
-// in an array of states, 0 (h) or 1.
+// CARRIES: how many states have a carry in the backward pass. A carry is the part of a state's gradient that does not
+// go through the recurrent product. All states besides h have one; h has one if a step also reads h outside the product
+// (PASSES_H). FIRST_CARRY: the index of the first such state in an array of states, in which h is number 0.
 template <class Cell> constant constexpr int CARRIES = int(Cell::CARRIED) + int(Cell::PASSES_H);
 template <class Cell> constant constexpr int FIRST_CARRY = 1 - int(Cell::PASSES_H);
 
-// The size of the array `y` of a cell's forward step: on entry GATES preactivations, on return KEPT saved numbers.
+// The size of the array `y` of a cell's forward step. On entry y holds GATES preactivations, on return the KEPT numbers
+// that the backward pass needs.
 template <class Cell> constant constexpr int VALUES = Cell::GATES > Cell::KEPT ? int(Cell::GATES) : int(Cell::KEPT);
 
-// The activation functions, as numbers in OPTIONS. HARD_SIGMOID and HARD_SIGMOID_SIXTH are 0.2 x + 0.5 and x / 6 + 0.5,
-// limited to the range from 0 to 1.
+// The numbers that stand for the activation functions in a cell's OPTIONS. HARD_SIGMOID is 0.2 x + 0.5 and
+// HARD_SIGMOID_SIXTH is x / 6 + 0.5; both are limited to the range from 0 to 1.
 enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID, HARD_SIGMOID_SIXTH };
 
-// Read a cell's template parameter OPTIONS: the position of a gate's block (bits 0-7, two per gate), and the activation
-// of a gate as a value of Activation (from bit 8 on, three bits each).
+// Read one entry of a cell's options, which are the bits of one integer. block_of: the position of a gate's H numbers
+// on the gate axis (bits 0-7, two per gate). activation_of: the activation of a gate, a value of the enum Activation
+// (from bit 8 on, three bits per gate).
 constexpr int block_of(int options, int gate) { return (options >> (2 * gate)) & 3; }
 constexpr int activation_of(int options, int gate) { return (options >> (8 + 3 * gate)) & 7; }
 
 // Return the slope of the linear part of a hard sigmoid: 0.2 or 1/6. name: HARD_SIGMOID or HARD_SIGMOID_SIXTH.
 inline float rise(int name) { return name == HARD_SIGMOID ? 0.2f : 1.0f / 6.0f; }
 
-// Return x, limited to the range from `least` to `most`. If x is NaN, return NaN. Metal's functions clamp and max are
-// not used, because they would replace NaN by a number.
+// Return x, limited to the range from `least` to `most`; if x is NaN, return NaN. (Metal's functions clamp and max
+// would replace NaN by a number.)
 inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }
 
 // Return tanh(x) if is_tanh, else sigmoid(x). Both are computed by one formula with one exp2 and one reciprocal, so
@@ -72,7 +75,8 @@ inline float squash(bool is_tanh, float x) {
   return is_tanh && z < 0.3f ? near : far;
 }
 
-// Return the activation of x. name: a value of the enum Activation. `default` are the two hard sigmoids.
+// Return the activation function `name` (a value of the enum Activation) of x. The case `default` is for the two hard
+// sigmoids.
 inline float activate(int name, float x) {
   switch (name) {
     case IDENTITY: return x;
@@ -83,8 +87,8 @@ inline float activate(int name, float x) {
   }
 }
 
-// Return the derivative of an activation, computed from its output y. name: a value of the enum Activation. `default`
-// are the two hard sigmoids: their derivative is 0 where the output is 0 or 1.
+// Return the derivative of the activation function `name` (a value of the enum Activation), computed from its output y.
+// The case `default` is for the two hard sigmoids: their derivative is 0 where the output is 0 or 1.
 inline float slope(int name, float y) {
   switch (name) {
     case IDENTITY: return 1.0f;

@@ -21,31 +21,34 @@
 //   bit 25       1 if c is clipped
 //   bit 26       1 if the clip stops gradients
 // The constants p of a unit, which are the same at all steps, are its peephole weights in the order i, f, g, o, then
-// the forget bias and the limit of c. All structs of cells have the same members (cell.metal), so that every kernel
-// runs every cell. Most are counts per unit: GATES preactivations, PRODUCTS of them with a recurrent product; KEPT
-// numbers for the backward step, and GRADIENTS of preactivations that it stores; CONSTANTS, SUMMED of them with a
-// gradient; INPUTS of each step, in a user's cell; CARRIED states besides h. PASSES_H: 1 if a step reads h outside the
-// product. SEGMENTS: the parts of the backward product dz Wh. Parameters without a name are for other cells.
+// the forget bias and the limit of c. The structs of all cells have the same members, so that every kernel runs every
+// cell; cell.metal explains them. Parameters without a name are for other cells. Most members are counts per unit:
+// GATES preactivations, of which PRODUCTS have a recurrent product; KEPT numbers that the forward step saves; GRADIENTS
+// of preactivations that the backward step stores; CONSTANTS, of which SUMMED have a gradient; INPUTS of each step
+// (only in a user's cell); CARRIED states besides h. PASSES_H is 1 if a step reads h outside the product. SEGMENTS: the
+// parts of the backward product dz Wh.
 template <int OPTIONS>
 struct LSTMCell {
-  // GATE_I ... GATE_O number the gates; OUTPUT, the activation of c, follows them in OPTIONS. FORGET_BIAS and LIMIT are
-  // positions in p, behind the four peephole weights; CONSTANTS is the size of p. The CARRIED state is c. READS_BEFORE,
-  // READS_AFTER: the backward step reads c before and after the step; 2 is the bit of c, which follows that of h.
-  // The options that only an LSTM has. PEEPHOLE: whether it has peephole weights, and which c that of o
-  // reads. CLIPS: it clips c to a limit. STOPS: the clip stops the gradient where it changes c.
+  // GATE_I ... GATE_O number the gates. OUTPUT: the number of c's activation, which follows those of the gates in
+  // OPTIONS. FORGET_BIAS and LIMIT are positions in p, behind the four peephole weights; CONSTANTS is the size of p.
+  // The one CARRIED state is c. READS_BEFORE and READS_AFTER have one bit per state, h first. They are 2: the backward
+  // step reads c (bit 1) before and after the step. PEEPHOLE: whether the cell has peephole weights, and whether the
+  // peephole of o reads c before or after the step. CLIPS: c is clipped to a limit. STOPS: the gradient of c is 0 where
+  // the clip changes c.
   enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, FORGET_BIAS = 4, LIMIT, CONSTANTS };
   enum { GATES = 4, PRODUCTS = 4, KEPT = 4, GRADIENTS = 4, SEGMENTS = 1, CARRIED = 1, PASSES_H = 0 };
   enum { READS_BEFORE = 2, READS_AFTER = 2, INPUTS = 0, SUMMED = 0 };
   enum { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS, PEEPHOLE = (OPTIONS >> 23) & 3 };
   enum { CLIPS = (OPTIONS >> 25) & 1, STOPS = (OPTIONS >> 26) & 1 };
 
-  // block: the position of a gate's H numbers on the gate axis. activation: a gate's activation, or that of c (OUTPUT).
+  // block: the position of a gate's H numbers on the gate axis. activation: the number of the activation function of a
+  // gate, or of c (gate = OUTPUT).
   static constexpr int block(int gate) { return block_of(OPTIONS, gate); }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
-  // Read the constants p of one unit: its four peephole weights from a.peephole [D, 4H], and forget bias and limit from
-  // a.numbers. value_at returns 0 if the call lacks the array. direction: 0 or 1 of D. H: the number of units. Index:
-  // the integer type that counts elements.
+  // Read the constants of one unit into p: four peephole weights from a.peephole [D, 4H], then the forget bias and the
+  // limit of c from a.numbers. value_at returns 0 if the call does not have the array. direction: 0 or 1, of the D
+  // directions. H: the number of units. Index: the integer type that counts elements.
   template <class Index, class Arrays>
   static void constants(thread const Arrays& a, int direction, int H, int unit, thread float* p) {
     for (int gate = 0; gate < 4; ++gate)
@@ -54,28 +57,30 @@ struct LSTMCell {
     p[LIMIT] = value_at(a.numbers, 1, 0.0f);
   }
 
-  // Return a gate's whole preactivation: a, plus the peephole term p c and, for gate f, the forget bias. a: the input's
-  // part plus the recurrent product. p: the gate's peephole weight. c: the cell state that the peephole reads.
+  // Return the whole preactivation of a gate: a, plus the peephole term p c, plus the forget bias for gate f. a: the
+  // input's part plus the recurrent product. p: the gate's peephole weight. c: the cell state that the peephole reads.
   static float preactivation(int gate, float a, float p, float c, float forget_bias) {
     a += gate == GATE_F ? forget_bias : 0.0f;
     return a + (PEEPHOLE == NO_PEEPHOLE ? 0.0f : p * c);
   }
 
-  // Return a gate after its activation. `gate` is its number; the other parameters are those of `preactivation`.
+  // Return a gate after its activation. gate: its number. a: the input's part of its preactivation plus the recurrent
+  // product. p: its peephole weight. c: the cell state that the peephole reads.
   static float gate(int gate, float a, float p, float c, float forget_bias) {
     return activate(activation(gate), preactivation(gate, a, p, c, forget_bias));
   }
 
-  // Return the new c, computed from the gates i, f, g and c before the step. If the cell clips (CLIPS), it is limited
-  // to the range from -limit to limit.
+  // Return the new c, computed from the gates i, f, g and from c before the step. If CLIPS, the new c is limited to the
+  // range from -limit to limit.
   static float state(float i, float f, float g, float c_prev, float limit) {
     const float c = f * c_prev + i * g;
     return CLIPS ? within(-limit, c, limit) : c;
   }
 
-  // Compute one step. p: the constants. sums: the recurrent products of the gates. s: the states; s[1] is c, on entry
-  // before the step, and s[0] becomes m, which is h unless there is a projection. y: on entry the input's parts of the
-  // preactivations, on return the gates. Gate o comes last, because its peephole may read the new c (`seen`).
+  // Compute one step. p: the constants. sums: the recurrent products of the gates. s: the states. s[1] is c: on entry
+  // before the step, on return the new c. On return s[0] is m, which is h unless there is a projection. y: on entry the
+  // input's parts of the preactivations, on return the gates. Gate o is computed last, because its peephole may read
+  // the new c. seen: the c that this peephole reads.
   static void forward(
       thread const float* p, thread const float*, thread const float* sums, thread float* s, thread float* y) {
     const float c_prev = s[1];
@@ -87,29 +92,31 @@ struct LSTMCell {
     s[0] = y[GATE_O] * activate(activation(OUTPUT), s[1]);
   }
 
-  // Return the gradient of c after the step, without the terms of the peepholes. It has two parts: dc, from the later
-  // steps and from the output c, and the part through m = o s with s = s_output(c). dm: the gradient of m.
+  // Return the gradient of the new c, without the peephole terms. It has two parts: dc, which comes from later steps
+  // and from the output c, and a part that goes through m = o s, where s = s_output(c). dm: the gradient of m. o: the
+  // gate.
   static float state_backward(float dc, float dm, float o, float s) {
     return dc + dm * o * slope(activation(OUTPUT), s);
   }
 
-  // Return the gradient of c before the clip: dc, or 0 where the clip changed c. If |c| < limit, the clip did not
-  // change c. If |c| is the limit, c before the clip is computed again: only if that is exactly at the limit, too, the
-  // clip did not change it.
+  // Return the gradient of c before the clip: 0 if the clip changed c, else dc. If |c| < limit, the clip did not change
+  // c. If |c| is the limit, f c_prev + i g is computed again: only if it is exactly the limit, too, the clip did not
+  // change it.
   static float clip_backward(float dc, float i, float f, float g, float c_prev, float c, float limit) {
     return fabs(c) < limit || fabs(f * c_prev + i * g) == limit ? dc : 0.0f;
   }
 
-  // Return the gradient of a gate's preactivation. The forward step multiplies the gate with one factor, for example i
-  // with g in c = f c_prev + i g.
-  //   dy      the cotangent of the gate      d   the gradient of c or, for gate o, of m
+  // Return the gradient of a gate's preactivation. In the forward step the gate is multiplied by one factor; for
+  // example, i is multiplied by g in c = f c_prev + i g.
+  //   dy      the cotangent of the gate: the gradient that the caller gives for it
+  //   d       the gradient of c or, for gate o, of m
   //   other   the factor                     slope   the derivative of the gate's activation
   static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
-  // Compute one step in reverse. y: the gates. ds: on entry the gradients of m and of the new c; on return ds[1] is
-  // that of c_prev, and ds[0] is 0, because h_prev is read only by the recurrent product. dz: on entry the cotangents
-  // of the gates, on return the gradients of their preactivations. p: the constants. before, after: the states before
-  // and after the step.
+  // Compute one step in reverse. p: the constants. y: the gates. before, after: the states before and after the step, h
+  // first, then c. ds: on entry the gradients of m and of the new c; on return ds[1] is the gradient of c_prev, and
+  // ds[0] is 0, because only the recurrent product reads h_prev. dz: on entry the cotangents of the gates (the
+  // gradients that the caller gives for them), on return the gradients of their preactivations.
   static void backward(
       thread const float* p, thread const float*, thread const float* y, thread const float* before,
       thread const float* after, thread float* ds, thread float* dz, thread float*, thread float*) {
@@ -128,6 +135,7 @@ struct LSTMCell {
     ds[1] = dc;
   }
 
-  // Return the gradient of a gate's recurrent product: that of its preactivation, which is a sum with the product.
+  // Return the gradient of a gate's recurrent product. It equals dz[gate], the gradient of the preactivation, because
+  // the preactivation is the product plus other terms.
   static float product_gradient(int gate, thread const float*, thread const float* dz) { return dz[gate]; }
 };

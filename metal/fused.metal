@@ -1,5 +1,6 @@
-// What the kernels share that run all time steps of a pass in one launch: the loop over time, positions in arrays,
-// loads of weights. A threadgroup owns ROWS batch items of one direction and runs all their steps.
+// Code that the whole-sequence kernels share. These kernels run all time steps of a pass in one launch. This file has
+// what a launch processes, the positions of numbers in arrays from step to step, and the loads of weights. A
+// threadgroup computes all steps of ROWS batch items in one direction.
 //
 // T: time steps, B: batch items, D: directions, G: gates, H: hidden units. An axis G H has a block of H numbers for
 // each gate, in the cell's gate order.
@@ -14,67 +15,72 @@
 //   arranged  the weights Wh [D, G H, H], in the order in which lanes read them (fused_arrange.metal)
 //   sizes     seven integers: start, stop (this launch runs the steps start ... stop - 1, in the order of processing);
 //             T; B; D; 1 if the only direction is the reverse one; 1 if each step has its own mask
-// An output with a time axis has only the steps of this launch. A cell that a user wrote has other numbers of blocks:
+// An output with a time axis contains only the steps of this launch. For a cell written by the user some arrays have
+// other numbers of blocks:
 //   gates [T, B, D K H] (K saved numbers)   dz [T, B, D M H] (M gradients of preactivations)   params [D V H]
 //   c [T, B, D C H] (C states besides h)    inputs [T, B, D U H] (U inputs of a step)
 //
 // Cell: the struct of a cell (cell.metal); GATES is G, CARRIED is C, INPUTS is U. Arrays: the struct `a` of all arrays;
 // value_at, store and is_present work for absent arrays, too (arrays.metal). A, B, L, W: types of arrays. Index: the
 // unsigned type that counts elements. A lane is one of the 32 threads of a simdgroup. V: a vector of 4 weights. Of its
-// COUNT vectors a lane keeps the first RESIDENT in registers (`resident`), and reads the others at every step
-// (`streamed`). A block is H numbers, for example of one gate. Sweep: what a launch processes. Place: a unit's
-// positions in arrays. Item, StepNumbers: what the backward pass has of a unit.
+// COUNT vectors a lane keeps the first RESIDENT in registers (`resident`), and reads the others from memory at every
+// step (`streamed`). A block is H numbers of an array, for example those of one gate. The structs of this file are
+// Sweep (what a launch processes), Place (a unit's positions in arrays), Item and StepNumbers (a unit's numbers in the
+// backward pass).
 
-// What one launch processes in one direction: the steps start ... stop - 1 of all T steps, counted in the order of
-// processing, for B batch items. D: the number of directions. direction: 0 or 1, the one of this threadgroup. reverse:
-// whether it runs from the last time index to the first. masks_differ: whether each step has its own mask.
+// What one launch processes in one direction: the steps start ... stop - 1 of all T steps, for B batch items. Steps are
+// counted in the order of processing. D: the number of directions. direction: 0 or 1, the direction of this
+// threadgroup. reverse: whether this direction runs from the last time index to the first. masks_differ: whether each
+// step has its own mask.
 struct Sweep {
   int start, stop, T, B, D, direction;
   bool reverse, masks_differ;
 };
 
-// Fill `sweep` from the seven integers `sizes`, which the head of this file lists. direction: that of the threadgroup;
-// 1 is the second of two, which always runs in reverse.
+// Fill `sweep`, the description of what this launch processes. sizes: seven integers: start, stop, T, B, D, 1 if the
+// only direction is the reverse one, 1 if each step has its own mask. direction: 0 or 1, the direction of the
+// threadgroup. If there are two directions, number 1 always runs in reverse.
 inline void read_sizes(const constant int* sizes, uint direction, thread Sweep& sweep) {
   sweep.start = sizes[0], sweep.stop = sizes[1], sweep.T = sizes[2], sweep.B = sizes[3], sweep.D = sizes[4];
   sweep.direction = int(direction), sweep.reverse = direction == 1 || sizes[5] != 0;
   sweep.masks_differ = sizes[6] != 0;
 }
 
-// time_of returns the time index of step n: in a reverse direction step 0 is at the last time index. first_time returns
-// the smallest time index of the launch.
+// time_of returns the time index of step n, where steps are counted in the order of processing: in a reverse direction
+// step 0 is at the last time index. first_time returns the smallest time index that the launch processes.
 inline int time_of(thread const Sweep& sweep, int n) { return sweep.reverse ? sweep.T - 1 - n : n; }
 inline int first_time(thread const Sweep& sweep) { return sweep.reverse ? sweep.T - sweep.stop : sweep.start; }
 
-// place_in returns the position of one number in an array [B, D, blocks, H]: that of batch item b, this direction,
-// block number `block`, unit `unit`. An array with one number per unit, such as h0, has blocks = 1 and block = 0.
-// time_step returns the number of elements that one time index of an array [T, B, D, blocks, H] has.
+// place_in returns the position of one element in an array [B, D, blocks, H]: the element of batch item b, of the
+// threadgroup's direction, of block number `block` and of unit number `unit`. For an array with one number per unit,
+// such as h0, blocks is 1 and block is 0. time_step returns how many elements an array [T, B, D, blocks, H] has per
+// time index.
 inline long place_in(thread const Sweep& sweep, int b, int blocks, int block, int H, int unit) {
   return ((long(b) * sweep.D + sweep.direction) * blocks + block) * H + unit;
 }
 inline long time_step(thread const Sweep& sweep, int blocks, int H) { return long(sweep.B) * sweep.D * blocks * H; }
 
-// The positions of one unit of one batch item in several arrays, at one step. A second Place holds distances: by how
-// much each position grows from one step to the next.
+// The positions of one unit of one batch item in several arrays, at one step. The same struct also holds distances: by
+// how much each position grows from one step to the next.
 //   state  in h, c and their gradients [., B, D H], counted from the launch's first time index
 //   gate   in z, gates and dz [., B, D G H], counted from the launch's first time index
 //   mask   in the array mask [T or 1, B, D H]      keep  in the array keep [T, B, D]
 //   q      in the array q [D, T, B, H], the recurrent product of a GRU's candidate
-// Outputs begin at the launch's first time index. Inputs begin at time index 0, so the kernels add the number of the
-// elements before the launch (`earlier`) to state and gate.
+// state and gate fit outputs, which begin at the launch's first time index. Inputs begin at time index 0. So for inputs
+// the kernels add `earlier`, the number of elements before the launch's first time index.
 template <class Index>
 struct Place {
   Index state, gate, mask, keep, q;
 };
 
-// Set `place` to the positions of the launch's first step or, if BACK, of its last step, where the backward pass
-// begins. They are those of unit `unit` of batch item b. In arrays with several blocks of H numbers per item (`blocks`,
-// such as the four gates of an LSTM) they are in block number `block`.
+// Set `place` to the positions of one unit of batch item b at the launch's first step or, if BACK, at its last step,
+// where the backward pass begins. Some arrays have several blocks of H numbers per item, such as the four gates of an
+// LSTM. In these arrays the position is in block number `block` of `blocks`.
 template <bool BACK, class Index>
 void first_place(
     thread const Sweep& sweep, int b, int blocks, int block, int H, int unit, thread Place<Index>& place) {
-  // row: the step's place among the launch's time indices; t: its time index. If the direction is the reverse one or
-  // the pass runs backward, but not both, the pass begins at the largest time index.
+  // t: the time index of this step; row: t minus the launch's smallest time index. The pass begins at the largest time
+  // index if the direction is the reverse one or the pass runs backward, but not if both are true.
   const long row = sweep.reverse != BACK ? sweep.stop - 1 - sweep.start : 0, t = first_time(sweep) + row;
   const long step = time_step(sweep, 1, H), item = place_in(sweep, b, 1, 0, H, unit);
   place.state = Index(row * step + item);
@@ -84,9 +90,9 @@ void first_place(
   place.q = Index(((sweep.direction * sweep.T + t) * sweep.B + b) * H + unit);
 }
 
-// Set `step` to the distances from one processed step to the next one, in an array with `blocks` blocks for the field
-// `gate`. BACK: whether the pass runs backward. Index is unsigned, so a negative distance wraps around; adding it wraps
-// around again and gives the correct position.
+// Set `step` to the distances between a unit's positions at one processed step and at the next one. blocks: how many
+// blocks of H numbers per item the arrays of the field `gate` have. BACK: whether the pass runs backward. Index is
+// unsigned, so a negative distance wraps around. Adding it wraps around again and gives the correct position.
 template <bool BACK, class Index>
 void between_steps(thread const Sweep& sweep, int blocks, int H, thread Place<Index>& step) {
   const long sign = sweep.reverse != BACK ? -1 : 1, states = sign * time_step(sweep, 1, H);
@@ -95,15 +101,17 @@ void between_steps(thread const Sweep& sweep, int blocks, int H, thread Place<In
   step.keep = Index(sign * sweep.B * sweep.D);
 }
 
-// Move the positions `place` of a unit to the next processed step. step: the distances to it, from between_steps.
+// Move the positions `place` of a unit to the next processed step. step: the distances to that step, which
+// between_steps computes.
 template <class Index>
 void advance(thread Place<Index>& place, thread const Place<Index>& step) {
   place.state += step.state, place.gate += step.gate, place.mask += step.mask, place.q += step.q;
   place.keep += step.keep;
 }
 
-// Set `distance` to `step`, the distances to the next step, or to 0 if there is no next step. With 0 a kernel that
-// reads ahead reads the numbers of the current step again, instead of numbers outside the array.
+// Set `distance` to `step`, the distances to the next step, or to zeros if the next step does not exist. A kernel reads
+// the numbers of the next step ahead of time. With zeros it reads those of the current step again, and nothing outside
+// the arrays.
 template <class Index>
 void distance_to_next(bool exists, thread const Place<Index>& step, thread Place<Index>& distance) {
   distance.state = exists ? step.state : 0, distance.gate = exists ? step.gate : 0;
@@ -111,36 +119,39 @@ void distance_to_next(bool exists, thread const Place<Index>& step, thread Place
   distance.q = exists ? step.q : 0;
 }
 
-// Return the position of a unit's block number `block` in an array whose rows have COUNT blocks of H numbers. at: the
-// position of the same row and unit in an array whose rows have one block. If at = row H + unit, the result is row
-// COUNT H + block H + unit. The compiler computes the term behind `at * COUNT` once per launch, so a step costs one
-// multiply-add. This term may be negative: it wraps around, as in between_steps.
+// Return the position of a unit's number in block `block` of an array whose rows have COUNT blocks of H numbers. at:
+// the unit's position in the same row of an array whose rows have one block. If at is row H + unit, the result is row
+// COUNT H + block H + unit. The term after `at * COUNT` is the same at all steps, so the compiler computes it once, and
+// a step costs one multiply-add. This term may be negative. Index is unsigned, so the term wraps around, and the sum is
+// correct again.
 template <int COUNT, int H, class Index>
 Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 
-// Load all COUNT values that an array has for one unit at one step of one item: value k into values[first + k], 0 if
-// the array is absent. at: the unit's position in an array with one value per unit. A unit's values are H apart.
+// Load the COUNT values that an array has for one unit at one step of one batch item. Value k goes to values[first +
+// k]; it is 0 if the call does not have the array. at: the position that the unit has in an array with one value per
+// unit. The values of a unit lie H elements apart.
 template <int COUNT, int H, class Index, class A, int SIZE>
 void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int first) {
 #pragma clang loop unroll(full)
   for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
 }
 
-// Store COUNT values of one unit at one step of one item: values[k] as the array's value k. at: the unit's position in
-// an array with one value per unit.
+// Store the COUNT values that an array has for one unit at one step of one batch item: values[k] becomes value k. at:
+// the position that the unit has in an array with one value per unit. The values of a unit lie H elements apart.
 template <int COUNT, int H, class Index, class A>
 void store_all(A array, Index at, int unit, thread const float* values) {
 #pragma clang loop unroll(full)
   for (int k = 0; k < COUNT; ++k) store(array, place_of<COUNT, H>(at, k, unit), values[k]);
 }
 
-// Return whether an item has not ended at time index t. length: the item's number of steps. Without the array `lengths`
-// no item ends early, and the function needs no comparison.
+// Return whether a batch item has not yet ended at time index t. length: the item's number of steps. If the call does
+// not have the array `lengths`, no item ends early, and the compiler drops the comparison.
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 
-// Return a pointer to the first weight vector of thread `index` of the `threads` threads of a threadgroup. COUNT: how
-// many vectors a lane has. They lie 32 vectors apart, because the vectors that the 32 lanes of a simdgroup read at the
-// same time lie side by side. arranged: the array of all weights; direction: which direction's weights.
+// Return a pointer to the first weight vector of one lane: of thread number `index` of the `threads` threads of a
+// threadgroup. COUNT: how many vectors a lane has. A lane's vectors lie 32 vectors apart, because the vectors that the
+// 32 lanes of a simdgroup read at the same time lie side by side. arranged: the weights of all directions, in this
+// order.
 template <int COUNT, class V, class W>
 const device V* vectors_of_lane(W arranged, int direction, uint index, uint threads) {
   const uint simdgroup = direction * threads / 32 + index / 32;
@@ -148,7 +159,7 @@ const device V* vectors_of_lane(W arranged, int direction, uint index, uint thre
 }
 
 // Load the first RESIDENT weight vectors of a lane into registers, where they stay for all steps. streamed: the lane's
-// vectors in memory, 32 vectors apart, because those of the simdgroup's other lanes lie between them.
+// vectors in memory. They lie 32 vectors apart, because the vectors of the 32 lanes of a simdgroup lie side by side.
 template <int RESIDENT, class V, int SIZE>
 void load_resident(const device V* streamed, thread V (&resident)[SIZE]) {
 #pragma clang loop unroll(full)
@@ -173,21 +184,22 @@ void fill_with_zeros(threadgroup V* vectors, int count, uint index, uint threads
   for (int n = int(index); n < count; n += int(threads)) vectors[n] = V(0.0f);
 }
 
-// N lanes (1 or 4) share a hidden unit. Return to each of them the value that `mine` has in lane n of these N lanes.
-// quad_broadcast does this for 4 lanes.
+// Return the value that `mine` has in lane n of the N lanes (1 or 4) that share a hidden unit. All N lanes get this
+// value. Metal's quad_broadcast does this for 4 lanes.
 template <int N>
 float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }
 
-// What the backward pass remembers of one unit of one batch item from step to step. A step is one of the forward pass,
-// processed in reverse. In ds and states number 0 belongs to h, the next CARRIED numbers to the other states (LSTM: c).
+// The numbers that the backward pass keeps for one unit of one batch item from step to step. It processes the steps of
+// the forward pass in reverse. In ds and states, number 0 belongs to h, and the next CARRIED numbers belong to the
+// other states (c of an LSTM).
 //   at      the unit's positions in the arrays
 //   length  the number of the item's steps
-//   ds      the gradients of the states, as the steps processed so far have sent them back
-//   states  the states before the step that was processed last, which are those after the next one to be processed
+//   ds      the gradients of the states, summed over the steps that were processed so far
+//   states  the states between two steps: after the step that is processed next, before the one that was processed last
 //   y       the gate that this lane computes
 //   d       the cotangent of this gate, then the gradient of its preactivation
-//   past    the whole gradient of h after the step; once the cell's step is computed, the part of the gradient of h
-//           before the step that bypasses the recurrent product
+//   past    at first the whole gradient of h after the step; once the cell's step is computed, the part of the gradient
+//           of h before the step that does not go through the recurrent product
 //   mask    the factor on h in the recurrent product of the step
 template <class Cell, class Index>
 struct Item {
@@ -196,15 +208,15 @@ struct Item {
   float ds[Cell::CARRIED + 1], states[Cell::CARRIED + 1], y, d, past, mask;
 };
 
-// Whether a backward step of the cell reads any state before the step. READS_BEFORE has one bit per such state; the
-// plain RNN reads only the state after the step.
+// Whether a backward step of the cell reads any state before the step. READS_BEFORE has one bit per such state. It is 0
+// for the plain RNN, which reads only h after the step.
 template <class Cell> constant constexpr bool USES_BEFORE = Cell::READS_BEFORE != 0;
 
-// What a unit reads at one backward step besides its gates. In states and ds number 0 belongs to h, the next CARRIED
-// numbers to the other states (LSTM: c).
+// The numbers that one unit reads at one backward step, besides its gates. In states and ds, number 0 belongs to h, and
+// the next CARRIED numbers belong to the other states (c of an LSTM).
 //   states  the states before the step, or those after it if the step reads only these (USES_BEFORE is false)
 //   ds      the cotangents of the outputs h and c at this step; 0 if the caller gives none
-//   u       the inputs of the step of a user's cell; for a GRU u[0] is q
+//   u       the inputs of the step of a user's cell; for a GRU u[0] is the recurrent product of its candidate
 //   mask    the factor on h in the recurrent product; 1 without a mask
 //   keep    the factor on all states before the step; 1 without the array keep
 template <class Cell>
@@ -212,22 +224,22 @@ struct StepNumbers {
   float states[Cell::CARRIED + 1], ds[Cell::CARRIED + 1], u[SIZE_FOR<Cell::INPUTS>], mask, keep;
 };
 
-// Load the states of one unit, or their gradients, from two arrays: h [., B, D H], and c [., B, D CARRIED H] with the
-// other states. at: the unit's position in h. states: number 0 gets h.
+// Load the states of one unit, or their gradients, from two arrays: `h` [., B, D H] has number 0, `c` [., B, D CARRIED
+// H] the other ones. at: the unit's position in h.
 template <class Cell, int H, class Index, class A, class B>
 void load_states(A h, B c, Index at, int unit, thread float (&states)[Cell::CARRIED + 1]) {
   load_all<1, H>(h, at, unit, states, 0);
   load_all<Cell::CARRIED, H>(c, at, unit, states, 1);
 }
 
-// Prepare the backward pass of unit `unit` of batch item b: set its positions, its length, its `ds` to the cotangents
-// of the last states (dhT, dcT; in a later launch the gradients that the launch before returned), and its `states` to
-// those after the launch's last step. block: the position of the lane's gate. earlier: the number of elements of h
-// before the launch's first time index.
+// Prepare the backward pass of one unit of batch item b: set its positions in arrays, its length, its states and their
+// gradients `ds`. The states are those after the launch's last step. ds gets the cotangents of the last states (dhT,
+// dcT) or, if a pass has several launches, the gradients that the launch before returned. block: the position of the
+// lane's gate on the gate axis. earlier: the number of elements of h before the launch's first time index.
 //
-// If b is past the last batch item, the length is 0, so that every step is past the item's end. If b or the unit is
-// past the end, the positions are those of the last item or of unit 0, so that every read stays inside the arrays (own,
-// own_unit). real: whether the unit exists; if not, its ds are 0.
+// If b is past the last batch item, the length is 0, so that the item has ended at every step. Then the positions are
+// those of the last item (`own`). If the unit does not exist (real is false), they are those of unit 0 (`own_unit`),
+// and ds is 0. So every read stays inside the arrays.
 template <class Cell, int H, class Index, class Arrays>
 void begin_item(
     thread const Sweep& sweep, thread const Arrays& a, int b, int block, int unit, bool real, Index earlier,
@@ -242,31 +254,31 @@ void begin_item(
   load_states<Cell, H>(a.h, a.c, item.at.state + earlier, own_unit, item.states);
 }
 
-// Read what a unit needs at step n besides the gates, into `numbers`. at: the unit's positions at this step. at.state
-// counts from the launch's first time index, but the inputs h, c, dh, dc and `inputs` begin at time index 0. earlier:
-// the number of elements of h before the launch's first time index. step: the number of elements of h from one time
-// index to the next.
+// Read the numbers that a unit needs at backward step n besides the gates, into `numbers`. at: the unit's positions at
+// this step. at.state counts from the launch's first time index, but the arrays that are read here begin at time index
+// 0. So `earlier` is added, the number of elements of h before the launch's first time index. step: how many elements h
+// has per time index.
 template <class Cell, int H, class Index, class Arrays>
 void read_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Place<Index>& at, Index earlier, Index step,
     int unit, thread StepNumbers<Cell>& numbers) {
-  // The states before the step lie `back` elements from those after it: one time index earlier, or later in a reverse
-  // direction. At step 0 there are no earlier states: `back` is then 0, so that the address is valid, and use_states
-  // replaces the numbers that were read. `back` is also 0 for cells that do not use the states before.
+  // back: the distance from the states after the step to the states before it, which lie one time index earlier, or
+  // later in a reverse direction. Step 0 has no states before it in these arrays. Then back is 0, so that the address
+  // is valid, and use_states replaces the numbers. For cells that need only the states after the step, back is 0, too.
   const Index now = at.state + earlier, back = !USES_BEFORE<Cell> || n == 0 ? Index(0) : sweep.reverse ? step : -step;
   load_states<Cell, H>(a.h, a.c, now + back, unit, numbers.states);
   load_states<Cell, H>(a.dh, a.dc, now, unit, numbers.ds);
   load_all<Cell::INPUTS, H>(a.inputs, now, unit, numbers.u, 0);
-  // a built-in cell has no inputs of a step; a GRU gets q in their place
+  // Built-in cells have no inputs of a step. A GRU gets q in this place, the recurrent product of its candidate.
   if (Cell::INPUTS == 0) numbers.u[0] = value_at(a.q, at.q, 0.0f);
   numbers.mask = value_at(a.mask, at.mask, 1.0f);
   numbers.keep = value_at(a.keep, at.keep, 1.0f);
 }
 
-// Set `after` to the states after step n, and item.states to those before it. states: what read_step read for this
-// step. The steps run in reverse, so the states after step n are the old item.states, which were those before step n +
-// 1. For a cell that does not use the states before, `states` are those after the step. Before step 0 the states are 0,
-// or h0 and c0. step: the number of elements of h from one time index to the next.
+// Set `after` to the states after step n, and item.states to the states before it. states: what read_step has read for
+// this step, the states before it or, if USES_BEFORE is false, after it. The steps run in reverse. So on entry
+// item.states has the states before step n + 1, which are those after step n. The states before step 0 are h0 and c0,
+// or 0 without these arrays. step: how many elements h has per time index.
 template <class Cell, int H, class Index, class Arrays>
 void use_states(
     thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,
@@ -278,8 +290,8 @@ void use_states(
     after[k] = USES_BEFORE<Cell> ? item.states[k] : states[k];
     item.states[k] = n == 0 ? 0.0f : states[k];
   }
-  // At an item's first step the states before it are h0 and c0. In a reverse direction an item's first step is at its
-  // own last time index, which depends on its length. So it is not step n = 0 for every item.
+  // At an item's first step the states before it are h0 and c0. In a reverse direction this step is at the item's last
+  // time index, which depends on the item's length. So it need not be step n = 0.
   if (USES_BEFORE<Cell> && (is_present(a.lengths) || is_present(a.h0) || is_present(a.c0)))
     if (is_present(a.lengths) && sweep.reverse ? t + 1 == item.length : n == 0)
       load_states<Cell, H>(a.h0, a.c0, item.at.state - Index(t - first_time(sweep)) * step, unit, item.states);

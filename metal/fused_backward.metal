@@ -1,37 +1,45 @@
-// The backward pass over all time steps in one launch, with the product in lanes: it computes dz, dh0 and dc0 from the
-// cotangents (the gradients that the caller gives) of h, c, gates, hT and cT.
+// The backward pass over all time steps in one launch, with the product divided among lanes. It computes dz, dh0 and
+// dc0 from the cotangents (the gradients that the caller gives) of h, c, gates, hT and cT.
 //
-//   dh_t = mask_next * (d_next Wh) + keep_next * (the part of the gradient that bypasses the product) + dh[t]
+//   dh_t = mask_next * (d_next Wh) + keep_next * (the part that does not go through the product) + dh[t]
 //   d_t, ... = cell_backward(dh_t, ...)
 //
-// "next" is the step that the forward pass processes after t. d is the gradient of the recurrent products: for most
-// gates dz, the gradient of the preactivation, but dz_n r for a GRU's candidate n, whose product is multiplied by r.
+// "next" is the step that the forward pass processes after t. dz is the gradient of the preactivations. d is the
+// gradient of the recurrent products. It equals dz, except for a GRU's candidate n, whose product is multiplied by the
+// gate r: there d is dz_n r.
 //
-// `vectors` in threadgroup memory holds d of the current step, the operand of the product with Wh: a double buffer
-// [2][ROWS][padded G H]. For a GRU whose reset comes before the product, a step has two products, and `vectors` has
-// other parts: first dz_n [ROWS][padded H], with which the first product computes r's gradient; then dz_r and dz_z
-// [ROWS][padded 2 H], for the second product.
+// `vectors` in threadgroup memory holds d of the current step, the operand of the product with Wh, in a double buffer
+// [2][ROWS][padded G H]. A GRU whose reset comes before the product has two products per step. There `vectors` has two
+// other parts: dz_n [ROWS][padded H] for the first product, from which the gradient of r is computed; then dz_r and
+// dz_z [ROWS][padded 2 H] for the second product.
 //
 // Barriers: one per step, between writing d and the product that reads it. The halves of the double buffer alternate,
-// so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between r's
-// gradient and the second product.
+// so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between
+// writing the gradient of r and the second product.
 //
-//   G, D, H     gates, directions, hidden units. ROWS: the batch items of a threadgroup; r counts them
-//   LANES       lanes share a unit. Each has its own gate, and a copy of the unit's dh, dc and states (items[r])
-//   UNITS, GROUP   LANES * UNITS = GROUP lanes share the product of UNITS units
-//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
-//   RESIDENT    weight vectors in registers (`resident`); a lane reads the others (`streamed`) at every step
-//   Lanes<Cell> (Unit)   says how lanes share a unit (fused_lanes.metal). Cell: the struct of a cell (cell.metal)
-//   C = CARRIED, the states besides h: 1 for an LSTM, else 0
-//   Item, StepNumbers, Sweep, Place   what a unit has from step to step; reads at a step; what a launch processes;
-//               positions in arrays (fused.metal)
-//   norm, of_norm   what a lane needs for layer normalisation (fused_norm.metal); without it `absent`
-//   a, S, Index   the struct of all arrays; their dtype; the type that counts elements. `live`: the item has not ended
+//   G, D, H      gates, directions, hidden units
+//   ROWS         the batch items of a threadgroup, counted by r
+//   LANES        how many lanes share a unit. Each has its own gate, and in items[r] a copy of the unit's dh, dc and
+//                states
+//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
+//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
+//   ROW          how many vectors of 4 floats the operand of one item has
+//   resident     the lane's first RESIDENT weight vectors, in registers
+//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step
+//   Unit = Lanes<Cell>   how lanes share a unit (fused_lanes.metal)
+//   Cell         the struct of a cell (cell.metal); C = CARRIED: its states besides h, 1 for an LSTM, else 0
+//   Item         the numbers that a unit keeps from step to step (fused.metal)
+//   StepNumbers  the numbers that a unit reads at one step (fused.metal)
+//   Sweep, Place what a launch processes; a unit's positions in arrays (fused.metal)
+//   norm, of_norm   the numbers that a lane needs for layer normalisation (fused_norm.metal); without it `absent`
+//   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
+//   live         whether the batch item has not ended at this step
 
-// Multiply x, operands of ROWS batch items in threadgroup memory, with the columns of Wh that belong to the UNITS units
-// of this group of lanes. sum[r]: the result for batch item r and the lane's own unit; all LANES lanes of the unit get
-// it. x begins at the lane's first run. FROM: the lane's first weight vector for this product. 1, 1: a column belongs
-// to a unit, not to a gate, so each unit has one sum, whose bit in the set of wanted gates is 1.
+// Compute the backward product: x, the gradients of ROWS batch items in threadgroup memory, times columns of Wh. The
+// GROUP lanes that share a product have the columns of UNITS units. sum[r]: the result for batch item r and the lane's
+// own unit; all LANES lanes of the unit get it. x points to the first number that this lane multiplies. FROM: the
+// lane's first weight vector for this product. The arguments 1, 1 of add_product and sum_over_units: a unit has one
+// sum, not one per gate, and its bit in the set of wanted sums is 1.
 template <class Cell, int UNITS, int ROWS, int RUNS, int FROM, int RESIDENT, class V>
 void products_of_columns(
     thread float (&sum)[ROWS], thread const V* resident, const device V* streamed, threadgroup const float4* x) {
@@ -45,13 +53,13 @@ void products_of_columns(
   }
 }
 
-// The second part of a backward step of a GRU whose reset comes before the product; it runs between two products. sum:
-// the result of the first product, the gradient of r * mask * h_prev, where `mask` includes keep. From it the function
-// computes the gradient of r's preactivation. Then lanes 0 and 1 of a unit write the gradients of r and z to `vectors`
-// [ROWS][ROW], the operand of the second product. On the gate axis of Wh there is also the candidate n, but not in this
-// operand. So gates that come after n on this axis move up by one block (`rank`). real: whether the lane has a unit. t:
-// the step's time index. Also add to items[r].past what reaches h_prev, which is in states[0], through r * h_prev: r
-// times d_rh, the gradient of r * h_prev.
+// Compute the gradient of the gate r, for a GRU whose reset comes before the product; the function runs between the two
+// products of a backward step. sum: the result of the first product, which is the gradient of r * mask * h_prev (`mask`
+// includes keep). d_rh: the gradient of r * h_prev. From it the function computes the gradient of r's preactivation,
+// and adds r d_rh, a part of the gradient of h_prev, to items[r].past. h_prev is in states[0]. Then lanes 0 and 1 of a
+// unit write the gradients of r and z to `vectors` [ROWS][ROW], the operand of the second product. The gate axis of Wh
+// has a block for the candidate n, too, but this operand has not. So gates behind n move up by one block (`rank`).
+// real: whether the lane has a unit. t: the step's time index.
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
     thread Item<Cell, Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,
@@ -69,10 +77,11 @@ void reset_back(
   }
 }
 
-// Read the numbers of step n for ROWS items: what read_step (fused.metal) reads, and the lane's own gate y with its
-// cotangent d. The positions of the arrays' outputs begin at the launch's first time index, but these inputs begin at
-// time index 0. earlier: the number of elements of h before the launch's first time index; arrays of gates have GATES
-// times as many. step: the number of elements of h from one time index to the next. unit: the lane's unit.
+// Read the numbers of step n for ROWS batch items: the lane's own gate y and its cotangent d (the gradient that the
+// caller gives for it), and into `numbers` states, other cotangents and factors. The positions items[r].at count from
+// the launch's first time index, but these inputs begin at time index 0. So `earlier` is added, the number of elements
+// of h before the launch's first time index; arrays of gates have GATES times as many. step: how many elements h has
+// per time index. unit: the lane's unit.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_rows(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Cell, Index> (&items)[ROWS], Index earlier,
@@ -85,11 +94,12 @@ void read_rows(
   }
 }
 
-// Begin step n, backward. In items[r] replace the states after the step by those before it, put the step's mask, and
-// set `past` to the whole gradient of h after the step: ds[0], which later steps send back, plus the cotangent
-// numbers[r].ds[0]. after: the states after the step. dc: the gradient of c that later steps send back; the cell's
-// backward step adds the cotangent. (ds and states have h at 0 and an LSTM's c at 1, which is CARRIED; for other cells
-// dc is not used.) step: the number of elements of h from one time index to the next. unit: the lane's unit.
+// Begin backward step n for ROWS batch items, from the numbers that this step has read. In items[r] replace the states
+// after the step by those before it, and set the mask. Set `past` to the whole gradient of h after the step: ds[0],
+// which comes from later steps, plus the cotangent numbers[r].ds[0]. after: on return the states after the step. dc: on
+// return the gradient of c from later steps, to which the cell's backward step adds the cotangent. In ds and states h
+// is number 0, and c of an LSTM number 1 (CARRIED); other cells do not use dc. step: how many elements h has per time
+// index. unit: the lane's unit.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void begin_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,
@@ -104,8 +114,8 @@ void begin_step(
   }
 }
 
-// Set items[r].ds[0] to the gradient of h before the step at time index t: the product `sum` times the mask, and
-// `past`, the part that bypasses the product. An item that has ended keeps its gradient.
+// Set items[r].ds[0] to the gradient of h before the step at time index t: the product `sum` times the mask, plus
+// `past`, the part that does not go through the product. An item that has ended at t keeps its gradient.
 template <class Cell, int ROWS, class Index, class Arrays>
 void pass_to_h_before(
     thread const Arrays& a, int t, thread const float (&sum)[ROWS], thread Item<Cell, Index> (&items)[ROWS]) {
@@ -116,10 +126,11 @@ void pass_to_h_before(
   }
 }
 
-// Write dh0 and dc0 of a unit, the gradients that ds has after the launch's first step. All lanes of the unit have
-// copies: lane 0 writes dh0, the last lane dc0. first: the threadgroup's first batch item. If fewer than ROWS items are
-// left, the last one was computed several times and is written as often. Each array has one block of H numbers per item
-// (1, 0: one block, number 0). Only an LSTM has dc0; `store` does nothing if an array is absent.
+// Write dh0 and dc0 of a unit, the gradients of its states before the launch's first step, which are in items[r].ds.
+// All lanes of the unit have copies of ds: lane 0 writes dh0, the last lane dc0. first: the threadgroup's first batch
+// item. If fewer than ROWS items are left, the last one was computed several times and is written as often. In
+// place_in, 1, 0 stands for one block of H numbers per item, block number 0. Only an LSTM has dc0; `store` does nothing
+// if the array is absent.
 template <class Cell, int H, class S, int ROWS, class Index, class Arrays>
 void store_first(
     thread const Sweep& sweep, thread const Arrays& a, int first, int lane, int unit,
@@ -133,16 +144,17 @@ void store_first(
 }
 
 // Run the backward pass. group: the threadgroup's number along the batch, and the direction. index: the thread's number
-// among `threads`. TWO: whether a step has two products; FIRST: the runs of the first one, which has H numbers. lane:
-// the lane's number in its unit; s: in its group. real: whether the lane has a unit (always if the units fill whole
-// simdgroups: then the compiler drops the comparison with H). has_gate: whether it also has a gate (lane 3 of a GRU has
-// none). row: the block of the operand that it writes, or -1. block: the block that it reads, that of its gate; lane 3
-// of a GRU reads that of the candidate. p: its constant, a peephole weight or bhn. limit: that of c. HALF, SIZE: how
-// many vectors a half of the buffer has, and the whole buffer. Besides dz, dh0 and dc0 it writes two arrays, which may
-// be absent:
+// among `threads`. TWO: whether a step has two products; FIRST: how many runs of 4 numbers a lane multiplies in the
+// first one, whose operand has H numbers. lane: the lane's number in its unit; s: its number among the GROUP lanes that
+// share a product. real: whether the lane has a unit. If the units fill whole simdgroups, every lane has one, and the
+// compiler drops the comparison with H. has_gate: whether the lane also has a gate (lane 3 of a GRU has none). row: the
+// block of the operand that the lane writes, or -1. block: the block of the arrays that it reads, that of its gate;
+// lane 3 of a GRU reads that of the candidate. p: the lane's constant, a peephole weight or bhn. limit: the limit of c.
+// HALF, SIZE: how many vectors a half of the buffer has, and the whole buffer. Besides dz, dh0 and dc0 the kernel
+// writes two arrays, which may be absent:
 //   d_out  [., B, D G H]       d, if it differs from dz
 //   carry  [., B, D H] float   for an LSTM the gradient of keep * c; for the other cells the part of the gradient of
-//                              keep * h that bypasses the product
+//                              keep * h that does not go through the product
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void fused_backward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
@@ -156,7 +168,7 @@ void fused_backward(
   const int lane = int(index) % LANES, s = int(index) % GROUP, unit = int(index) / LANES;
   const int row = Unit::operand_block(lane), block = Unit::gate_block(lane) == -1 ? row : Unit::gate_block(lane);
   const bool real = H % (32 / LANES) == 0 || unit < H, has_gate = real && (GATES == LANES || lane != LANES - 1);
-  // 1: h has one block of H numbers per item
+  // 1: the array h has one block of H numbers per item
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   const auto norm = norm_of_lane<Cell, H>(
       a.norm_eps, a, sweep.direction, block, real ? unit : 0, real && row >= 0, index, vectors + SIZE);
@@ -172,7 +184,7 @@ void fused_backward(
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r)
     begin_item<Cell, H>(sweep, a, min(int(group.x) * ROWS + r, sweep.B - 1), block, unit, real, earlier, items[r]);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros that all threads write from the first d
   StepNumbers<Cell> numbers[ROWS];
   auto of_norm = norm_numbers<ROWS>(norm);
   const int read = real ? unit : 0;  // a lane without a unit reads the numbers of unit 0
@@ -190,7 +202,7 @@ void fused_backward(
       const float factor = numbers[r].keep;
       unit_backward<Cell>(of_norm, r, lane, p, limit, after[r][C], numbers[r], items[r], dc[r]);
       if (real && lane == 0) store(a.carry, items[r].at.state, live ? (C > 0 ? dc[r] : items[r].past) : 0.0f);
-      // the states were multiplied by `keep` before the step, so their gradients are, too
+      // The forward step multiplied the states by `keep`, so their gradients are multiplied by it, too.
       if (C > 0) items[r].ds[C] = live ? factor * dc[r] : items[r].ds[C];
       items[r].past *= factor;
       const S result = S(live ? items[r].d : 0.0f);
@@ -201,13 +213,13 @@ void fused_backward(
       }
     }
     if constexpr (TWO) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // separates dz_n of all units from the product that reads it
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of dz_n from the product that reads it
       products_of_columns<Cell, UNITS, ROWS, FIRST, 0, RESIDENT>(sum, resident, streamed, current + s);
       reset_back<Cell, H, ROWS, GROUP * RUNS, S>(items, sum, lane, unit, real, t, a, vectors + HALF);
       current = vectors + HALF;
     }
     products_backward<Cell, H, ROW, S>(norm, of_norm, a, t, row, unit, items, current);
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of d from the product that reads it
     const int ahead = max(n - 1, sweep.start);
     Place<Index> distance;
     distance_to_next(ahead != n, next, distance);

@@ -1,38 +1,44 @@
-// The forward pass over all time steps in one launch, with the product in lanes: each lane multiplies a part of the
-// weights, and sums go from lane to lane (fused_lanes.metal).
+// The forward pass over all time steps in one launch, with the product divided among lanes: each lane multiplies a part
+// of the weights, then lanes exchange and add up their sums (fused_lanes.metal).
 //
 //   a_t = z_t + (mask_t * h_prev) Wh^T;   gates, state, h = cell(a_t, keep_t * h_prev, keep_t * state)
 //
-// `vectors` in threadgroup memory is a double buffer [2][ROWS][padded H]: one half holds the masked h that the current
-// step reads, the other the masked h that it writes for the next step. If a step has two products (a GRU whose reset
-// comes before the product), half 0 holds the masked h, and half 1 the operand of the second product, r * mask *
-// h_prev.
+// `vectors` in threadgroup memory is a double buffer [2][ROWS][padded H]. The current step reads the masked h (mask *
+// h_prev) from one half, and writes the masked h of the next step into the other. A GRU whose reset comes before the
+// product has two products per step. There half 0 holds the masked h, and half 1 the operand of the second product, r *
+// mask * h_prev.
 //
 // Barriers: one per step, after the new h is written and before any lane reads it. The halves alternate, so no lane
-// overwrites numbers that another lane still reads. With two products there is a second barrier, between writing r h
-// and the second product.
+// overwrites numbers that another lane still reads. With two products there is a second barrier per step, between
+// writing r * mask * h_prev and the product that reads it.
 //
-//   H, T, B     hidden units, time steps, batch items; ROWS of the batch items belong to a threadgroup, r counts them
-//   z, gates    [T, B, D G H]: the input's part of the preactivations; the gates, which may be absent. D: directions
-//   h, c        the states, c of an LSTM only. h0, c0, hT, cT: before the first step and after the last one
-//   mask, keep  factors: on h in the product; on all states before a step
-//   lengths     the steps of each item. Past its end an item is not `live`: its outputs are 0, its states stay
-//   LANES       4 lanes (1 for the plain RNN) share a unit. GROUP = LANES * UNITS lanes share the product of UNITS
-//               units
-//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
-//   RESIDENT    weight vectors in registers (`resident`); a lane reads the others (`streamed`) at every step
-//   Lanes<Cell> (Unit)   says how the lanes of a unit compute a step. WRITER: the lane that has the unit's h and c
-//   Cell        the struct of a cell (cell.metal) with GATES gates
-//   Sweep, Place (fused.metal)   what a launch processes; a unit's positions in arrays, at its fields
-//   earlier     the number of elements of z before the launch's first time index
-//   norm        what a lane needs for layer normalisation (fused_norm.metal); without it `absent`
-//   a, S, V, Index   the struct of all arrays; their dtype; a vector of 4 weights; the type that counts elements
+//   H, T, B, D   hidden units, time steps, batch items, directions; G: gates
+//   ROWS         the batch items of a threadgroup, counted by r
+//   z            the input's part of the preactivations, [T, B, D G H]
+//   gates        the gates, [T, B, D G H], if the call wants them
+//   h, c         the states; only an LSTM has c. h0, c0: before the first step; hT, cT: after the last step
+//   mask, keep   the factor on h in the product; the factor on all states before a step
+//   lengths      the steps of each item. Past its end an item is not `live`: its outputs are 0, its states stay
+//                unchanged
+//   LANES        how many lanes share a unit: 4, or 1 for the plain RNN
+//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
+//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
+//   ROW          how many vectors of 4 floats the operand of one item has
+//   resident     the lane's first RESIDENT weight vectors, in registers
+//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step
+//   Unit = Lanes<Cell>   how the lanes of a unit compute a step. WRITER: the lane that has the unit's h and c
+//   Cell         the struct of a cell (cell.metal) with GATES gates
+//   Sweep, Place what a launch processes; a unit's positions in arrays (fused.metal)
+//   earlier      the number of elements of z before the launch's first time index
+//   norm         the numbers that a lane needs for layer normalisation (fused_norm.metal); without it `absent`
+//   a, S         the struct of all arrays; the dtype of the arrays
+//   V, Index     the type of a vector of 4 weights; the type that counts elements
 
-// Compute the recurrent product for ROWS batch items, summed over the lanes of a group. A sum belongs to one batch
-// item, one gate and one unit. On return sums[r] holds the sums of batch item r and the lane's own unit.
-// Lanes<Cell>::sum_of_unit says for which gates a lane has these sums. WANTED: the gates to compute, one bit each. x:
-// the operand of ROWS items in threadgroup memory, from the lane's first run on. lane: the lane's number in its unit.
-// The argument 0 of add_product: the lane's weights begin at its vector 0; GATES behind it: a unit has a sum per gate.
+// Compute the recurrent product for ROWS batch items, summed over the GROUP lanes that share it. A sum belongs to one
+// batch item, one gate and one unit. On return sums[r] holds the sums of batch item r and of the lane's own unit;
+// Lanes<Cell>::sum_of_unit says for which gates the lane has them. WANTED: the gates to compute, one bit each. x: the
+// operand in threadgroup memory, from the first number that this lane multiplies. lane: the lane's number in its unit.
+// In the call of add_product, 0 is the lane's first weight vector, and the GATES after it the number of sums per unit.
 template <class Cell, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
 void add_products(
     thread float (&sums)[ROWS][UNITS * Cell::GATES], thread const V* resident, const device V* streamed,
@@ -46,11 +52,12 @@ void add_products(
   }
 }
 
-// Copy z, which was read before, to y. Then read the numbers that a lane needs after the product: z and the mask of the
-// next step, and `keep` of this step, into factor. The mask is that of the next step, because this step multiplies the
-// new h by it, for the next product. The function is called before the product, so that the numbers arrive while it is
-// computed. at: the lane's positions for each item. next: the distance to the next step. If the launch has no next step
-// (has_next is false), the function reads z and the mask of this step again.
+// Read numbers ahead of time: before the product of a step, so that they arrive while the product is computed. First
+// copy z of this step, which the call at the step before has read, to y. Then read z and the mask of the next step, and
+// `keep` of this step (into factor). The mask of the next step is needed now, because this step writes the new h times
+// that mask for the next product. at: the lane's positions in arrays, for each of ROWS batch items. next: the distances
+// to the positions at the next step. If the launch has no next step (has_next is false), z and the mask of this step
+// are read again.
 template <int ROWS, class Index, class Arrays>
 void read_ahead(
     thread const Arrays& a, bool has_next, thread const Place<Index> (&at)[ROWS], thread const Place<Index>& next,
@@ -67,10 +74,11 @@ void read_ahead(
   }
 }
 
-// The second part of a forward step of a GRU whose reset comes before the product; it runs between two products.
-// Compute the gate r from y (the input's part of its preactivation) and the sums of the first product. Write r h to
-// `operand`, which the second product reads. h: the masked h, with the same layout as `operand`: one row of ROW vectors
-// per item. writes: whether the lane is the one that has its unit's state. own: the unit's position in a row.
+// Write the operand of the second product, for a GRU whose reset comes before the candidate's product. The gate r is
+// computed from y (the input's part of its preactivation) and the sums of the first product. Then r times the masked h
+// is written to `operand`. h: the masked h in threadgroup memory, with the same layout as `operand`: one row of ROW
+// vectors per batch item. writes: whether this lane is the one that has the unit's h. own: the unit's position in a
+// row.
 template <class Cell, int ROW, int ROWS, int SLOTS>
 void write_reset(
     thread const float (&y)[ROWS], thread const float (&sums)[ROWS][SLOTS], bool writes, int own,
@@ -82,10 +90,10 @@ void write_reset(
   }
 }
 
-// Write hT and cT of a unit after the launch's last step. first: the threadgroup's first batch item. h, c: the states.
-// If fewer than ROWS items are left, the threadgroup has computed the last item several times, and stores its states as
-// often. hT and cT have one block of H numbers per item and direction (1, 0: one block, number 0). Only an LSTM has cT;
-// `store` does nothing if an array is absent.
+// Write the last states hT and cT of a unit after the launch's last step. first: the threadgroup's first batch item. h,
+// c: the states of its ROWS items. If fewer than ROWS items are left, the threadgroup has computed the last item
+// several times, and stores its states as often. In place_in, 1, 0 stands for one block of H numbers per item, block
+// number 0. Only an LSTM has cT; `store` does nothing if the array is absent.
 template <class S, int ROWS, class Arrays>
 void store_last(
     thread const Sweep& sweep, thread const Arrays& a, int first, int H, int unit, thread const float (&h)[ROWS],
@@ -99,13 +107,13 @@ void store_last(
 }
 
 // Run the forward pass. group: the threadgroup's number along the batch, and the direction. index: the thread's number
-// among `threads`. s: its number in its group of lanes; lane: in its unit. block: the lane's gate, -1 if it has none.
-// real: whether the lane has a unit (always if the units fill whole simdgroups: then the compiler drops the comparison
-// with H); a lane past H only takes part in the product. own: where the unit's h lies in an operand. writes: whether
-// the lane has the state of a unit: h_now and c_now are only valid there. HALF: the vectors of a half of the double
-// buffer. TWO: whether a step has two products; the second one is that of gate n alone (bit 4). y: the lane's z, then
-// its gate; m: the new h, in the lane that writes. The array `numbers` of an LSTM has its forget bias and the limit of
-// its c. A lane without a gate or unit reads the numbers of block 0 or unit 0.
+// among `threads`. s: the lane's number among the GROUP lanes that share a product; lane: its number in its unit.
+// block: the position of the lane's gate, -1 if it has no gate. real: whether the lane has a unit; a lane past H only
+// takes part in the product. If the units fill whole simdgroups, every lane has a unit, and the compiler drops the
+// comparison with H. own: where the unit's h lies in an operand. writes: whether the lane has the states of a unit;
+// h_now and c_now are valid only there. HALF: how many vectors a half of the double buffer has. TWO: whether a step has
+// two products; the second one is for gate n only, whose bit is 4. y: the lane's z, then its gate. m: the new h, in the
+// lane that writes. a.numbers: forget bias and limit of c of an LSTM.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void fused_forward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
@@ -130,8 +138,8 @@ void fused_forward(
   V resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF + norm_size<Cell, H, ROWS>(norm), index, threads);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
-  const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0.0f;  // peephole weight or bhn
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros that all threads write from the first h
+  const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0.0f;  // a peephole weight or bhn
   float h_now[ROWS], c_now[ROWS], z[ROWS];
   int length[ROWS];
   Place<Index> at[ROWS];
@@ -148,7 +156,7 @@ void fused_forward(
     const int row = (TWO ? 0 : sweep.start & 1) * HALF + r * ROW;
     if (writes) number_at(vectors, row, own) = h_now[r] * value_at(a.mask, at[r].mask, 1.0f);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of the first h from the first product
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
     threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
@@ -157,14 +165,14 @@ void fused_forward(
     add_products<Cell, UNITS, ROWS, RUNS, Unit::FIRST, RESIDENT>(sums, resident, streamed, before + s, lane);
     if constexpr (TWO) {
       write_reset<Cell, ROW>(y, sums, writes, own, before, vectors + HALF);
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // separates r h of all units from the product that reads it
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of r h from the product that reads them
       add_products<Cell, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, resident, streamed, vectors + HALF + s, lane);
     }
     normalise<Cell, H>(norm, lane, y, sums);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      // given: the preactivation, from which normalise_states may compute o again. states: c, times keep; then the new
-      // c.
+      // given: the gate's preactivation, because normalise_states may have to compute gate o again. states: on entry of
+      // Unit::forward c times keep, on return the new c.
       given[r] = y[r] + sums[r][0];
       states[r] = factor[r] * c_now[r];
       m[r] = Unit::forward(lane, p, forget_bias, limit, factor[r] * h_now[r], sums[r], states[r], y[r]);
@@ -183,7 +191,7 @@ void fused_forward(
       if (writes) number_at(after, r * ROW, own) = h_now[r] * mask[r];
       advance(at[r], next);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the new h of all units from the next step's product
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of the new h from the next step's product
     streamed += opaque_zero(sweep);
   }
   if (writes) store_last<S>(sweep, a, int(group.x) * ROWS, H, unit, h_now, c_now);

@@ -1,6 +1,6 @@
-// The GRU step in the whole-sequence kernels with the product in lanes. Four adjacent lanes share a hidden unit. Lanes
-// 0, 1, 2 have the gates r, z, n; lane 2 also has h. In the backward pass lane 3 has the gradient of the recurrent
-// product of the candidate n, which differs from the gradient of n's preactivation.
+// The GRU step in the kernels that run all time steps in one launch and divide the product among lanes. Four adjacent
+// lanes share a hidden unit. Lanes 0, 1, 2 have the gates r, z, n; lane 2 also has h. In the backward pass lane 3 has
+// the gradient of the recurrent product of the candidate n, which differs from the gradient of n's preactivation.
 //
 //   r, z = s(a)      h = z h_prev + (1 - z) n
 //   n = s_n(a_n + r q), or s_n(a_n + q) if the reset comes before the product
@@ -13,36 +13,38 @@
 // activation of the lane's gate, one of the first N. sum_over_lanes(x): the sum of x over the lanes of a unit.
 // of_lane<4>(x, n): the x of the unit's lane n.
 
-// How the four lanes of a unit of a GRU compute a step; fused_lanes.metal lists the members.
+// How the four lanes that share a hidden unit of a GRU compute a step. fused_lanes.metal explains the members of this
+// struct, which every cell specializes.
 template <int OPTIONS>
 struct Lanes<GRUCell<OPTIONS>> {
   using Cell = GRUCell<OPTIONS>;
-  // WRITER: the lane that has the state h and writes it, the one of n. FIRST: the gates of the step's first product,
-  // one bit each: r and z only (3) if the reset comes before the candidate's product, which then needs r; else all (7).
+  // WRITER: the lane that has the state h and writes it, which is the lane of gate n. TWO_PRODUCTS: if the reset comes
+  // before the candidate's product, that product needs r, so a step has two products. FIRST: the gates of the first
+  // product, one bit each: r and z (1 + 2) if there are two products, else all (1 + 2 + 4).
   enum { LANES = 4, WRITER = 2, TWO_PRODUCTS = Cell::RESETS_BEFORE, FIRST = TWO_PRODUCTS ? 3 : 7 };
 
-  // gate_block: the lane's block of H numbers in z, gates and dz, or -1 if the lane has none. operand_block: its block
-  // of the gradients that the backward product reads, or -1; there lane 3 stands for the candidate, and lane 2, whose
-  // gradient is that of n's preactivation, writes nothing. slot_block: the rows of Wh in slot n of the lane, those of
-  // gate n in every lane.
+  // gate_block: the lane's block of H numbers in z, gates and dz, or -1 if the lane has no gate. operand_block: the
+  // block that the lane writes in the operand of the backward product, or -1. Lane 3 writes the block of the candidate
+  // n, because it has the gradient of the candidate's product; lane 2 has that of n's preactivation and writes nothing.
+  // slot_block: the block of rows of Wh whose sums are in slot n of the lane: those of gate n, in every lane.
   static constexpr int gate_block(int lane) { return lane <= Cell::GATE_N ? Cell::block(lane) : -1; }
   static constexpr int operand_block(int lane) {
     return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);
   }
   static constexpr int slot_block(int n, int) { return Cell::block(n); }
 
-  // Return the unit's bias bhn, from the array [D H]; 0 if it is absent. All lanes of the unit get the same value; the
-  // parameter without a name is the lane's number.
+  // Return the unit's bias bhn from the array a.bhn [D H], or 0 if the call does not have this array. All lanes of the
+  // unit get the same value; the parameter without a name is the lane's number.
   template <class Arrays>
   static float constant_of(thread const Arrays& a, int direction, int, int H, int unit) {
     return value_at(a.bhn, long(direction) * H + unit, 0.0f);
   }
 
-  // Sum the products over the four lanes of a unit. On entry each lane has a part of the sum of every gate: r, z, n in
-  // slots[0], slots[1], slots[2]. WANTED: the gates to sum, one bit each: bits 0 and 1 for r and z, bit 2 (4) for n. On
-  // return slots[0] is the sum of gate r in lanes 0 and 2, and of gate z in lanes 1 and 3; slots[2] is the sum of gate
-  // n in all lanes. slots[1] is not used afterwards. In the first shuffle a lane keeps its part of the sum that it
-  // needs (mine) and gets the other lane's part of it; it sends the part that the other lane needs (given).
+  // Add up the partial sums of the four lanes of a unit. On entry each lane has a part of the sum of every gate: r, z,
+  // n in slots[0], slots[1], slots[2]. WANTED: the gates to sum, one bit each: bits 0 and 1 for r and z, bit 2 (4) for
+  // n. On return slots[0] is the sum of gate r in lanes 0 and 2, and of gate z in lanes 1 and 3; slots[2] is the sum of
+  // gate n in all lanes. slots[1] is not used afterwards. In the first shuffle two lanes exchange parts. Each keeps its
+  // part of the sum that it needs (mine), and sends its part of the sum that the other lane needs (given).
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int lane) {
     if constexpr ((WANTED & 1) != 0) {
@@ -54,11 +56,11 @@ struct Lanes<GRUCell<OPTIONS>> {
     if (WANTED & 4) slots[2] = sum_over_lanes<LANES>(slots[2]);
   }
 
-  // Compute one step and return the new h in lane 2, which also has gate n. gate: the lane's number. y: on entry the
-  // input's part of the preactivation, on return the lane's gate. bhn: the unit's bias. sums: the recurrent products.
-  // Parameters without a name are for other cells. Lane 2 needs r of lane 0 and z of lane 1. simd_shuffle_xor(x, d)
-  // reads x of lane (own ^ d), an exclusive or; for lane 2, 2 ^ 2 = 0 and 2 ^ 3 = 1. gate & 1 is 1 for the lane of z;
-  // nobody uses what the lanes 2 and 3 compute as `own`.
+  // Compute one step and return the new h; the result is valid only in lane 2, the lane of gate n. gate: the lane's
+  // number. y: on entry the input's part of the preactivation, on return the lane's gate. bhn: the unit's bias. sums:
+  // the recurrent products. Parameters without a name are for other cells. Lane 2 reads r from lane 0 and z from lane
+  // 1: simd_shuffle_xor(x, d) reads x of lane (own ^ d), an exclusive or, and 2 ^ 2 = 0, 2 ^ 3 = 1. own: the gate r in
+  // lane 0 and z in lane 1, for which gate & 1 is 1; in the lanes 2 and 3 it is not used.
   static float forward(
       int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
     const float a = y + sums[0];
@@ -69,14 +71,14 @@ struct Lanes<GRUCell<OPTIONS>> {
     return Cell::state(z, n, h_prev);
   }
 
-  // Compute one step in reverse. Every lane computes all of it, but dz_z and dz_r, which need the lane's own d, are
-  // right only in the lane of their gate, which is the one that uses them. gate: the lane's number. y: its gate. q: the
-  // candidate's recurrent product. dh: on entry the gradient of the new h, on return the part of the gradient of h_prev
-  // that bypasses the products. d: on entry the cotangent of the lane's gate. On return d is the gradient of this
-  // gate's preactivation; in lane 3, which has no gate, it is the gradient of the candidate's product. dz_n, dz_z,
-  // dz_r: the gradients of the three preactivations. If the reset comes before the product, r's gradient needs the
-  // result of a product, so it is computed later, and d of lane 0 stays the cotangent. Parameters without a name are
-  // for other cells.
+  // Compute one step in reverse. gate: the lane's number. y: its gate. q: the candidate's recurrent product. dh: on
+  // entry the gradient of the new h, on return the part of the gradient of h_prev that does not go through the
+  // products. d: on entry the cotangent of the lane's gate (the gradient that the caller gives for it), on return the
+  // gradient of the gate's preactivation. In lane 3, which has no gate, d becomes the gradient of the candidate's
+  // product. dz_n, dz_z, dz_r: the gradients of the three preactivations. Every lane computes all three. But dz_z and
+  // dz_r need the lane's own d, so they are right only in the lane of their gate, and only this lane uses them. If the
+  // reset comes before the product, the gradient of r needs the result of another product. It is computed later, and d
+  // of lane 0 stays the cotangent. Parameters without a name are for other cells.
   static void backward(
       int gate, float y, float, float h_prev, float q, float, float, thread float& dh, thread float&,
       thread float& d) {

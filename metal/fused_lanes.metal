@@ -1,5 +1,5 @@
-// The recurrent product of the whole-sequence kernels, distributed over lanes: which lane has which weights, and sums
-// over lanes.
+// The recurrent product of the kernels that run all time steps in one launch, divided among lanes (the 32 threads of a
+// simdgroup): which lane has which weights, and how lanes add up their sums.
 //
 // LANES adjacent lanes (4, or 1 for the plain RNN cell) share a hidden unit. GROUP = LANES * UNITS adjacent lanes form
 // a group, which computes UNITS units: lane s of a group is lane s % LANES of unit s / LANES. To divide the product
@@ -7,10 +7,10 @@
 // GROUP, ... of the rows of all units of its group. So each number of the vector is read by only one lane of the group,
 // which multiplies it by the weights of UNITS units and all gates. Then the lanes add up their sums.
 //
-// A lane has an array of partial sums, one per unit and gate of its group. The index is called a slot: slot n belongs
-// to unit (n / GATES) ^ (the lane's own unit), an exclusive or. So the sums of a lane's own unit are in the first
-// slots, and two lanes that exchange sums use the same slots: simd_shuffle_xor(x, n) returns the x of the lane whose
-// number is the own number ^ n.
+// A lane has an array of partial sums, one for each unit and gate of its group. An index of this array is called a
+// slot. Slot n belongs to unit (n / GATES) ^ (the lane's own unit), an exclusive or. So the sums of a lane's own unit
+// are in its first slots. Two lanes that exchange sums use the same slots: simd_shuffle_xor(x, n) returns the x of the
+// lane whose number is (the lane's own number) ^ n.
 //
 // Lanes<Cell>, in fused_lstm.metal, fused_gru.metal and fused_rnn.metal, says how the lanes of a unit compute a step:
 //   LANES, WRITER     the number of lanes of a unit; the lane that has the unit's state and writes it
@@ -29,37 +29,38 @@
 // call does not have (arrays.metal).
 template <class Cell> struct Lanes;
 
-// How many runs of 4 numbers a lane has, if the GROUP lanes of a group divide LENGTH numbers among themselves. The
+// How many runs (4 neighbouring numbers) each lane has, if GROUP lanes divide LENGTH numbers among themselves. The
 // division is rounded up: zeros fill the last runs.
 template <int LENGTH, int GROUP>
 constant constexpr int RUNS_OF = (LENGTH + 4 * GROUP - 1) / (4 * GROUP);
 
-// Which weights a lane has. GROUP lanes divide each of SLOTS rows of LENGTH weights among themselves: SPAN neighbouring
-// weights belong to one lane, the next SPAN weights to the next lane of the group, and so on. So a lane has RUNS runs
-// of 4 neighbouring weights of each row. They are stored as COUNT vectors of type V. fused_quantized.metal specializes
-// this struct for quantized weights.
+// How many weights a lane has. GROUP lanes divide each of SLOTS rows of LENGTH weights among themselves: SPAN
+// neighbouring weights belong to one lane, the next SPAN weights to the next lane, and so on. So a lane has RUNS runs
+// of 4 neighbouring weights in each row, stored as COUNT vectors of type V. fused_quantized.metal specializes this
+// struct for quantized weights.
 template <class V, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare {
   enum { SPAN = 4, RUNS = RUNS_OF<LENGTH, GROUP>, COUNT = RUNS * SLOTS };
 };
 
-// Return the position in threadgroup memory of number n of a vector that GROUP lanes share. Each lane has SPAN
-// neighbouring numbers: 4, or more for quantized weights. Memory holds the first 4 numbers of every lane, lane after
-// lane, then the next 4 of every lane, and so on. With SPAN = 4 this is the order of the numbers.
+// Return the position in threadgroup memory of number n of an operand, a vector that GROUP lanes share. Each lane
+// multiplies SPAN neighbouring numbers of it: 4, or more for quantized weights. The memory holds the first 4 numbers of
+// each lane, lane after lane, then the next 4 numbers of each lane, and so on. If SPAN is 4, number n is at position n.
 template <int SPAN, int GROUP>
 int place_in_row(int n) { return SPAN == 4 ? n : (n % SPAN / 4 * GROUP + n / SPAN) * 4 + n % 4; }
 
-// SQUASHED: whether the activation of gate GATE is tanh or sigmoid. The function `squash` computes both with the same
-// instructions, so lanes with different gates need no branch. SQUASHES: whether this holds for each of the first GATES
-// gates (at most 4). OPTIONS: the options of a cell as one integer.
+// SQUASHED: whether the activation of gate number GATE is tanh or sigmoid. SQUASHES: whether this is true for each of
+// the first GATES gates (at most 4). Then lanes with different gates need no branch, because the function `squash`
+// computes tanh and sigmoid with the same instructions. OPTIONS: the options of a cell as one integer.
 template <int OPTIONS, int GATE>
 constant constexpr bool SQUASHED = activation_of(OPTIONS, GATE) == TANH || activation_of(OPTIONS, GATE) == SIGMOID;
 template <int OPTIONS, int GATES>
 constant constexpr bool SQUASHES = SQUASHED<OPTIONS, 0> && (GATES < 2 || SQUASHED<OPTIONS, 1>) &&
                                    (GATES < 3 || SQUASHED<OPTIONS, 2>) && (GATES < 4 || SQUASHED<OPTIONS, 3>);
 
-// Return whether the activation of a lane's gate is tanh. gate: the gate's number, one of the first GATES. The function
-// compares it with constants, because shifting OPTIONS by this number would take more instructions.
+// Return whether the activation of the lane's own gate is tanh. gate: the gate's number, less than GATES, which differs
+// from lane to lane. The function compares it with constants, because shifting OPTIONS by this number would take more
+// instructions.
 template <int OPTIONS, int GATES>
 bool is_tanh(int gate) {
   bool found = false;
@@ -68,24 +69,26 @@ bool is_tanh(int gate) {
   return found;
 }
 
-// Return the activation of x for a lane's own gate. gate: its number, below GATES. If the activations of all these
-// gates are tanh or sigmoid, `squash` computes both by one formula, so that the lanes need no branch.
+// Return the activation of x for the lane's own gate. gate: the gate's number, less than GATES. If all these gates have
+// the activation tanh or sigmoid, `squash` computes both by one formula, so that the lanes need no branch.
 template <int OPTIONS, int GATES>
 float activate_own(int gate, float x) {
   if constexpr (SQUASHES<OPTIONS, GATES>) return squash(is_tanh<OPTIONS, GATES>(gate), x);
   else return activate(activation_of(OPTIONS, gate), x);
 }
 
-// Return the derivative of the activation of a lane's own gate. gate: its number, y: its value after the activation.
-// The derivative is 1 - y^2 = (1 - y)(y + 1) for tanh, and (1 - y) y for sigmoid.
+// Return the derivative of the activation of the lane's own gate. gate: the gate's number. y: its value after the
+// activation. For tanh the derivative is 1 - y^2 = (1 - y) (y + 1), for sigmoid (1 - y) y: one formula, so that the
+// lanes need no branch.
 template <int OPTIONS, int GATES>
 float slope_own(int gate, float y) {
   if constexpr (SQUASHES<OPTIONS, GATES>) return (1.0f - y) * (y + (is_tanh<OPTIONS, GATES>(gate) ? 1.0f : 0.0f));
   else return slope(activation_of(OPTIONS, gate), y);
 }
 
-// Add this lane's part of a product to sums[r][slot]: row number `slot` of its weights times the r-th of ROWS vectors
-// in threadgroup memory. x: where the lane's first run of vector 0 begins; the ROWS vectors are STRIDE float4 apart.
+// Add this lane's part of a product to sums[r][slot]: row number `slot` of the lane's weights, times vector r of the
+// ROWS vectors in threadgroup memory. x: where the lane's first 4 numbers of vector 0 begin; the ROWS vectors are
+// STRIDE float4 apart.
 //   RUNS      how many runs of 4 neighbouring weights the lane has of each row; it reads run after run
 //   GROUP     how many lanes share the product, so a lane's runs are GROUP runs apart
 //   FROM      the number of the lane's first weight vector for this product; each run has one vector per slot
@@ -120,12 +123,11 @@ void add_product(
   }
 }
 
-// Add up the partial sums of the UNITS units of a group of lanes. A unit has N lanes. On entry a lane has PER sums (one
-// per gate, of which those with a bit in WANTED are needed) for each unit of the group, its own unit first. In each
-// round two lanes exchange sums: each sends the second half of its sums, because these belong to the other lane's
-// units, and adds the received sums to its first half. On return the first PER of `values` are the sums of the lane's
-// own unit, added up over one lane of each unit. The N lanes of a unit still have different parts; sum_of_unit adds
-// them up later.
+// Add up the partial sums of lanes that share a product: UNITS units of N lanes each. On entry a lane has PER sums (one
+// per gate) for each of these units, its own unit first. In each round two lanes exchange sums. Each sends the second
+// half of its sums, which belong to units of the other lane, and adds the received sums to its first half. On return
+// the first PER of `values` are sums of the lane's own unit. The N lanes of a unit still have different parts of them;
+// sum_of_unit adds these up later. WANTED: one bit per gate; sums of other gates are skipped.
 template <int UNITS, int PER, int WANTED, int N>
 void sum_over_units(thread float (&values)[UNITS * PER]) {
 #pragma clang loop unroll(full)
@@ -135,7 +137,7 @@ void sum_over_units(thread float (&values)[UNITS * PER]) {
       if ((WANTED >> (n % PER)) & 1) values[n] += simd_shuffle_xor(values[n + units * PER], ushort(units * N));
 }
 
-// Return the sum of `value` over the N lanes (a power of two) of a unit. All these lanes get the sum.
+// Return the sum of `value` over the N lanes that share a unit. All N lanes get the sum. N is a power of two.
 template <int N>
 float sum_over_lanes(float value) {
 #pragma clang loop unroll(full)
@@ -145,50 +147,53 @@ float sum_over_lanes(float value) {
 
 // --- Layer normalisation ---
 //
-// The kernels call the functions below for every cell. For a cell without a norm they do nothing: the array norm_eps,
-// from which norm_of_lane makes what a lane needs, is then `absent`, and each function has an overload for the type
-// Absent. fused_norm.metal has the overloads for the other cells, with the names of the parameters.
+// The kernels call the functions below for every cell. These are the overloads for a cell without a norm; they do
+// nothing. Such a cell has `absent`, of type Absent, in place of the array norm_eps and of everything that is computed
+// from it, and this type selects them. fused_norm.metal has the overloads for cells with a norm. It names the
+// parameters that have no name here.
 
-// Without a norm (the array norm_eps is absent), return `absent` in place of what a lane needs for it. The other
-// parameters are those of the overload in fused_norm.metal.
+// Overload for a cell without layer normalisation, which has `absent` in place of the array norm_eps: return `absent`
+// in place of a NormLane, the numbers that a lane needs for its norms. fused_norm.metal has the overload for cells with
+// a norm, which names the parameters.
 template <class Cell, int H, class Arrays>
 Absent norm_of_lane(Absent, thread const Arrays&, int, int, int, bool, uint, threadgroup float4*) { return absent; }
 
-// norm_size returns the size of the threadgroup memory that a norm needs, norm_numbers what its backward step reads.
-// Without a norm these are 0 and nothing.
+// Overloads for a cell without layer normalisation. norm_size: a norm would need threadgroup memory; return the size 0.
+// norm_numbers: the backward step of a norm would read numbers; return `absent` in their place.
 template <class Cell, int H, int ROWS> int norm_size(Absent) { return 0; }
 template <int ROWS> Absent norm_numbers(Absent) { return absent; }
 
-// Without a norm of the product, leave the sums of the product unchanged. The parameters without a name are those of
-// the overload in fused_norm.metal; Absent stands for what a norm needs.
+// Overload for a cell without layer normalisation: leave the sums of the product unchanged. fused_norm.metal has the
+// overload for cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS, int SLOTS>
 void normalise(Absent, int, thread float (&)[ROWS], thread float (&)[ROWS][SLOTS]) {}
 
-// Without a norm of c, leave the states unchanged. The parameters without a name are those of the overload in
-// fused_norm.metal; Absent stands for what a norm needs.
+// Overload for a cell without layer normalisation: leave the states unchanged. fused_norm.metal has the overload for
+// cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS>
 void normalise_states(
     Absent, bool, thread const float (&)[ROWS], float, thread float (&)[ROWS], thread float (&)[ROWS],
     thread float (&)[ROWS]) {}
 
-// Without a norm, read nothing for it. The parameters without a name are those of the overload in fused_norm.metal;
-// Absent stands for what a norm needs.
+// Overload for a cell without layer normalisation: read nothing. fused_norm.metal has the overload for cells with a
+// norm, which names the parameters.
 template <class Cell, int ROWS, class Index, class Arrays>
 void read_norm(thread const Arrays&, thread const Item<Cell, Index> (&)[ROWS], Index, int, Absent) {}
 
-// Without a norm of c, leave the gradient of c unchanged. The parameters without a name are those of the overload in
-// fused_norm.metal; Absent stands for what a norm needs.
+// Overload for a cell without layer normalisation: leave the gradient of c unchanged. fused_norm.metal has the overload
+// for cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     Absent, Absent, thread const Arrays&, int, float, thread const Item<Cell, Index> (&)[ROWS],
     thread const StepNumbers<Cell> (&)[ROWS], thread const float (&)[ROWS][Cell::CARRIED + 1],
     thread float (&)[ROWS]) {}
 
-// Run the cell of one lane in reverse. The parameters without a name are for cells with a norm. lane: the lane's number
-// in its unit. p: its constant (a peephole weight, or bhn). limit: the limit of c. after: c after the step. numbers:
-// what the step read. dc: on entry the gradient of c from later steps, on return that of c before the step. item.d and
-// item.past change as `d` and `dh` of Lanes<Cell>::backward do. An LSTM (CARRIED is 1) needs the cotangent of c; a GRU
-// (CARRIED is 0) gets its candidate's recurrent product q in the same parameter.
+// Compute one step of the lane's unit in reverse. The parameters without a name are for cells with a norm. lane: the
+// lane's number in its unit. p: its constant (a peephole weight, or bhn). limit: the limit of c. after: c after the
+// step. numbers: the numbers that this step has read. dc: on entry the gradient of c from later steps, on return the
+// gradient of c before the step. item.d and item.past are the parameters d and dh of Lanes<Cell>::backward. That
+// function has one parameter for two uses: an LSTM (CARRIED is 1) gets the cotangent of c there, a GRU (CARRIED is 0)
+// its candidate's recurrent product q.
 template <class Cell, class Index>
 void unit_backward(
     Absent, int, int lane, float p, float limit, float after, thread const StepNumbers<Cell>& numbers,
@@ -199,13 +204,12 @@ void unit_backward(
       lane, item.y, p, numbers.keep * item.states[C], dc_or_q, after, limit, item.past, dc, item.d);
 }
 
-// Write one number of the operand of the next product. With a norm of the products, products_backward does this
-// instead.
+// Write one number of the operand of the next product, for a cell without layer normalisation. (With a norm of the
+// products, products_backward writes the operand instead.)
 template <class Cell> void write_operand(Absent, threadgroup float& operand, float value) { operand = value; }
 
-// Without a norm of the product, do nothing: the gradients of the products are known, and write_operand has written
-// them. The parameters without a name are those of the overload in fused_norm.metal; Absent stands for what a norm
-// needs.
+// Overload for a cell without layer normalisation: do nothing, because write_operand has already written the gradients
+// of the products. fused_norm.metal has the overload for cells with a norm, which names the parameters.
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void products_backward(
     Absent, Absent, thread const Arrays&, int, int, int, thread const Item<Cell, Index> (&)[ROWS],

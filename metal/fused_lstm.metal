@@ -1,17 +1,19 @@
-// The LSTM step in the whole-sequence kernels with the product in lanes. Four adjacent lanes share a hidden unit: lane
-// n computes gate n (0 i, 1 f, 2 g, 3 o); lane 3 also has the states c and h.
+// The LSTM step in the kernels that run all time steps in one launch and divide the product among lanes. Four adjacent
+// lanes share a hidden unit: lane n computes gate n (0 i, 1 f, 2 g, 3 o). Lane 3 also has the states c and h.
 //
 //   i, f, g, o = s(a)      c = f c_prev + i g, clipped to +-limit      h = o s_output(c)
 //
 // a: the preactivation z + h_prev Wh^T, with z from the input, plus forget bias and peephole term. H: hidden units, D:
 // directions. OPTIONS: the cell's options as one integer. LSTMCell<OPTIONS> (cell_lstm.metal) is the cell of one unit:
 // its functions gate, preactivation, state and those for gradients; PEEPHOLE is NO_PEEPHOLE, or says whether the
-// peephole of o reads the new c (O_SEES_CURRENT) or c_prev; STOPS: whether the clip stops gradients; block(n): the
-// place of gate n on a gate axis; OUTPUT: the activation of c. activate_own<OPTIONS, N>, slope_own: the activation of
-// the lane's gate, one of the first N, and its derivative. sum_over_lanes(x): the sum of x over the lanes of a unit.
-// of_lane<4>(x, n): the x of the unit's lane n. simd_shuffle_xor(x, n): the x of lane own ^ n (exclusive or).
+// peephole of o reads the new c (O_SEES_CURRENT) or c_prev. STOPS: whether the gradient of c is 0 where the clip
+// changed c. block(n): the place of gate n on a gate axis. OUTPUT: the activation of c. activate_own<OPTIONS, N>,
+// slope_own: the activation of the lane's gate, one of the first N, and its derivative. sum_over_lanes(x): the sum of x
+// over the lanes of a unit. of_lane<4>(x, n): the x of the unit's lane n. simd_shuffle_xor(x, n): the x of the lane
+// whose number is (own number) ^ n, an exclusive or.
 
-// How the four lanes of a unit of an LSTM compute a step; fused_lanes.metal lists the members.
+// How the four lanes that share a hidden unit of an LSTM compute a step. fused_lanes.metal explains the members of this
+// struct, which every cell specializes.
 template <int OPTIONS>
 struct Lanes<LSTMCell<OPTIONS>> {
   using Cell = LSTMCell<OPTIONS>;
@@ -32,10 +34,10 @@ struct Lanes<LSTMCell<OPTIONS>> {
     return value_at(a.peephole, (4l * direction + Cell::block(lane)) * H + unit, 0.0f);
   }
 
-  // Sum the products over the four lanes of a unit, so that each lane gets the sum of its own gate in slots[0]. On
-  // entry slots[n] of a lane is its part of the sum of gate n ^ lane (exclusive or). So slots[0] belongs to the lane's
-  // own gate. slots[2] belongs to the own gate of lane ^ 2, and the first shuffle sends it there. WANTED (which gates
-  // are needed) and the lane's number are for other cells.
+  // Add up the partial sums of the four lanes of a unit, so that each lane gets the whole sum of its own gate in
+  // slots[0]. On entry slots[n] of a lane is its part of the sum of gate n ^ lane (exclusive or). So slots[0] belongs
+  // to the lane's own gate. slots[2] belongs to the gate of lane ^ 2; the first shuffle sends it to that lane. WANTED
+  // (which gates are needed) and the second parameter (the lane's number) are for other cells.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int) {
     slots[0] += simd_shuffle_xor(slots[2], 2);
@@ -43,11 +45,12 @@ struct Lanes<LSTMCell<OPTIONS>> {
     slots[0] += simd_shuffle_xor(slots[1], 1);
   }
 
-  // Compute one step and return h in lane 3. gate: the lane's number. p: its peephole weight. limit: the limit of c.
-  // sums[0]: its recurrent product. y: on entry the lane's part of z, on return its gate. c: in lane 3 on entry c_prev,
-  // on return the new c; its values in other lanes are not used. The parameter without a name, h_prev, is for other
-  // cells. Lane 3 reads i, f, g from the lanes 3 ^ 3 = 0, 3 ^ 2 = 1 and 3 ^ 1 = 2. With peepholes all lanes get c_prev,
-  // because the peepholes of all gates read it.
+  // Compute one step and return h; the result is valid in lane 3 only. gate: the lane's number, which is that of its
+  // gate. p: the gate's peephole weight. limit: the limit of c. sums[0]: the gate's recurrent product. y: on entry the
+  // input's part of the preactivation, on return the gate. c: in lane 3, on entry c_prev, on return the new c; other
+  // lanes have no valid c. The parameter without a name, h_prev, is for other cells. Lane 3 reads i, f and g from the
+  // lanes 3 ^ 3 = 0, 3 ^ 2 = 1 and 3 ^ 1 = 2. With peepholes lane 3 sends c_prev to all four lanes, because the gates'
+  // peepholes read it.
   static float forward(
       int gate, float p, float forget_bias, float limit, float, thread const float* sums, thread float& c,
       thread float& y) {
@@ -59,8 +62,9 @@ struct Lanes<LSTMCell<OPTIONS>> {
   }
 
   // Compute one step in reverse; each lane computes the gradient of its own gate. LSTMCell::backward has the equations.
-  // gate: the lane's number. y, p: its gate and peephole weight. c: the new c. dc_outside: the cotangent of c, the
-  // gradient that the caller gives for it. limit: the limit of c. The other parameters change:
+  // gate: the lane's number, which is that of its gate. y, p: the gate and its peephole weight. c: the new c.
+  // dc_outside: the cotangent of c (the gradient that the caller gives for it). limit: the limit of c. The last three
+  // parameters are changed:
   //   dh: the gradient of h; on return 0, because an LSTM has no path from h_prev to h besides the product
   //   dc: the gradient of c from later steps; on return the gradient of c_prev
   //   d: the cotangent of the lane's gate; on return the gradient of its preactivation
@@ -74,9 +78,11 @@ struct Lanes<LSTMCell<OPTIONS>> {
     gates_backward(gate, y, p, c_prev, c, limit, s, dh, dc, d);
   }
 
-  // The rest of `backward`, after dc has become the whole gradient of c; dh, dc and d change as described there. p: the
-  // lane's peephole weight. s: s_output(c), which o multiplies. With a norm of c fused_norm.metal calls it directly,
-  // with s of the normalised c.
+  // Compute the gradients of the gates and of c_prev, as the last part of a step in reverse. gate: the lane's number,
+  // y: its gate, p: its peephole weight. c: the new c. s: s_output(c), of which o is the factor; with a norm of c,
+  // fused_norm.metal calls this function with s_output of the normalised c. dh: the gradient of h, on return 0. dc: on
+  // entry the whole gradient of c, on return that of c_prev. d: on entry the cotangent of the lane's gate, on return
+  // the gradient of its preactivation.
   static void gates_backward(
       int gate, float y, float p, float c_prev, float c, float limit, float s, thread float& dh, thread float& dc,
       thread float& d) {
@@ -84,15 +90,15 @@ struct Lanes<LSTMCell<OPTIONS>> {
       dc = Cell::clip_backward(
           dc, of_lane<LANES>(y, Cell::GATE_I), of_lane<LANES>(y, Cell::GATE_F), of_lane<LANES>(y, Cell::GATE_G), c_prev,
           c, limit);
-    // The step multiplies gates with other values: i g, f c_prev and o s_output(c). The gradient of a gate is the
-    // gradient of this product times the other factor: g for i, i for g, c_prev for f, s_output(c) for o. The lanes of
-    // i and g, which are two lanes apart, get the factor from each other.
+    // In a step each gate is multiplied by one other factor: i g, f c_prev and o s_output(c). The gradient of a gate is
+    // the gradient of this product times the other factor: g for i, i for g, c_prev for f, s_output(c) for o. The lanes
+    // of i and g, whose numbers differ in one bit, get the factor from each other.
     const float neighbour = simd_shuffle_xor(y, Cell::GATE_I ^ Cell::GATE_G);
     const float factor = gate == Cell::GATE_F ? c_prev : neighbour;
     d = Cell::gate_backward(
         d, gate == Cell::GATE_O ? dh : dc, gate == Cell::GATE_O ? s : factor, slope_own<OPTIONS, 4>(gate, y));
     dc *= of_lane<LANES>(y, Cell::GATE_F);
-    // 0 for o if its peephole reads the new c: the term is in dc already
+    // The term of o is 0 here if its peephole reads the new c, because `backward` has already added it to dc.
     if constexpr (Cell::PEEPHOLE != Cell::NO_PEEPHOLE)
       dc += sum_over_lanes<LANES>(Cell::PEEPHOLE == Cell::O_SEES_CURRENT && gate == Cell::GATE_O ? 0.0f : d * p);
     dh = 0.0f;

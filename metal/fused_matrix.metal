@@ -1,51 +1,57 @@
-// The whole-sequence kernels for wide batches, with products of 8 x 8 matrices. fused.metal describes the arrays.
+// The kernels that run all time steps in one launch with products of 8 x 8 matrices, for wide batches. fused.metal
+// describes the arrays.
 //
-// A threadgroup owns 8 batch items of one direction; each of its simdgroups owns 8 hidden units. The product is weights
-// times vectors. The left matrix holds 8 rows of weights, one per unit; the right matrix holds 8 numbers of each item.
-// So the result has one row per unit and one column per item. The lanes of a simdgroup share each matrix: a lane holds
-// two neighbouring numbers of one row (row_of, column_of), thread_elements()[0] and [1]. In the result these belong to
-// one unit of two items, and the lane computes the cell of this unit for both items. The index e, 0 or 1, says which.
-// `vectors` in threadgroup memory holds the right side of the product, [length, padded to 8][8 items].
+// A threadgroup computes 8 batch items of one direction, and each of its simdgroups 8 hidden units. In a product the
+// left matrix holds weights, in one row per unit; the right matrix holds 8 numbers of each item, in one column per
+// item. So the result has one row per unit and one column per item. The lanes of a simdgroup share each matrix: a lane
+// holds two neighbouring numbers of one row, at the positions that row_of and column_of return, as thread_elements()[0]
+// and [1]. In the result these two numbers belong to one unit of two items. So the lane computes the cell of this unit
+// for both items; the index e (0 or 1) counts them. `vectors` in threadgroup memory holds the right side of the
+// product, [length, padded to 8][8 items].
 //
 //   T, B, D, G, H   time steps, batch items, directions, gates, hidden units
-//   e, m, k     the lane's first or second batch item; a gate; a state (0: h) or another number of a unit
-//   resident, streamed   a lane's first RESIDENT weight vectors, in registers; the vectors in memory, of which it reads
-//               the others at every step. A vector of 4 weights holds its numbers of two successive left matrices
-//   z           [T, B, D G H]: the input's part of the preactivations. y: the numbers of a step that are saved (gates)
-//   mask, keep  factors: on h in the recurrent product; on all states before a step
-//   at, next, distance   a unit's positions in arrays (Place, fused.metal): at a step, from one step to the next
-//   earlier     the number of elements of h before the launch's first time index
-//   Sweep, Item, StepNumbers (fused.metal)   what a launch processes; what a unit has from step to step; reads at a
-//               step
-//   Cell        the struct of a cell (cell.metal): GATES, CARRIED (C: states besides h), KEPT (saved numbers of a
-//               unit), GRADIENTS (of preactivations), INPUTS (u, of a step), CONSTANTS (p), SUMMED (of p that have a
-//               gradient dp); block(m): the place of gate m on a gate axis. SIZE_FOR<N>: N, at least 1. VALUES: the
-//               size of y
-//   a, S, Index   the struct of all arrays; their dtype; the type that counts elements
-// `live`: the item has not ended. `real`: the lane's item and unit exist. A cotangent is the gradient that the caller
-// gives for an output.
+//   m, k         a gate; a state (0 is h) or another number of a unit
+//   resident     the lane's first RESIDENT weight vectors, in registers
+//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step. A vector of 4
+//                weights holds the lane's numbers of two successive left matrices
+//   z            the input's part of the preactivations, [T, B, D G H]
+//   y            the numbers of a step that are saved, mostly the gates
+//   mask, keep   the factor on h in the recurrent product; the factor on all states before a step
+//   at           a unit's positions in arrays at a step (Place, fused.metal)
+//   next, distance   the distances from these positions to those at the next step
+//   earlier      the number of elements of h before the launch's first time index
+//   Sweep        what a launch processes (fused.metal)
+//   Item         the numbers that a unit keeps from step to step in the backward pass (fused.metal)
+//   StepNumbers  the numbers that a unit reads at one backward step (fused.metal)
+//   Cell         the struct of a cell (cell.metal); C = CARRIED: its states besides h; block(m): the place of gate m on
+//                the gate axis
+//   u, p         the INPUTS of a step; the CONSTANTS of a unit, of which SUMMED have a gradient dp
+//   SIZE_FOR<N>, VALUES   the size to declare for an array of N numbers, at least 1; the size of y
+//   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
+//   live, real   whether the item has not ended at this step; whether the lane's item and unit exist
+// A cotangent is the gradient that the caller gives for an output.
 
-// How many 8 x 8 matrices ("parts") side by side hold rows of LENGTH numbers.
+// How many 8 x 8 matrices, side by side, are needed to hold rows of LENGTH numbers. Each of them is called a part.
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 
-// Whether the kernels read ahead: they load the numbers that they use after the product already before it. These
-// numbers then take registers during the product. If no register is left for weights (RESIDENT is 0), there is none for
-// these numbers either.
+// Whether the kernels read ahead: before a product they load the numbers that they need after it, so that the loads
+// overlap with the product. These numbers take registers during the product. If no registers are left for weights
+// (RESIDENT is 0), there are none for these numbers either.
 template <int RESIDENT> constant constexpr bool READS_AHEAD = RESIDENT > 0;
 
 // row_of and column_of return the position of a lane's two numbers in an 8 x 8 matrix: the row, and the first of two
-// columns. lane: its number in the simdgroup, 0 ... 31. The order is that of a GPU's simdgroup_float8x8: bits 1, 2 and
-// 4 of `lane` are the row, bits 0 and 3 select the columns.
+// columns. lane: the lane's number in the simdgroup, 0 ... 31. Metal's simdgroup_float8x8 has this layout on Apple
+// GPUs: bits 1, 2 and 4 of `lane` are the row, bits 0 and 3 select the columns.
 inline int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
 // Multiply TILES matrices of weights, each with 8 rows of LENGTH numbers, by `vectors`, a matrix with LENGTH rows and 8
-// columns. The terms are added in parts of 8 x 8 matrices. The product of matrix m is the sum of CHAINS partial sums,
-// total[m CHAINS] ... total[m CHAINS + CHAINS - 1]; successive parts are added to different partial sums, so that an
-// addition need not wait for the previous one. The lane's weight vectors number n < RESIDENT are in `resident`, the
-// others in `streamed`, 32 vectors apart, because those of the other lanes lie between them. A vector has the lane's
-// numbers of two parts, hence the steps of 2; with an odd number of parts the second half of the last vectors is not
-// used. A part of `vectors` is 64 floats, in rows of 8.
+// columns. Each of them is cut into parts, which are 8 x 8 matrices. A part of `vectors` is 64 floats, in rows of 8.
+// The product of weight matrix m has CHAINS partial sums, total[m CHAINS] ... total[m CHAINS + CHAINS - 1], which the
+// caller adds up. Successive parts are added to different partial sums, so that an addition need not wait for the
+// previous one. The lane's first RESIDENT weight vectors are in `resident`, the others in `streamed`, 32 vectors apart,
+// because the vectors of the other lanes lie between them. A vector has the lane's numbers of two parts, so the loop
+// takes two parts at a time. If the number of parts is odd, the second half of the last vectors is not used.
 template <int TILES, int CHAINS, int RESIDENT, int LENGTH, class V>
 void product_of_matrices(
     thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* resident, const device V* streamed,
@@ -73,23 +79,23 @@ void product_of_matrices(
   }
 }
 
-// Return the position of a unit's number k in an array with COUNT numbers per unit, in COUNT blocks of H numbers per
-// batch item. at: the unit's positions, at.gate that of block 0. If COUNT is the number of gates, at.gate gives the
-// position by an addition; any other COUNT, of a user's cell only, takes a multiplication. A user's cell has number k
-// in block k, a built-in cell in the block of gate k. earlier: for an array that begins at time index 0, the number of
-// elements that an array with one number per unit, such as h, has before the launch's first time index; 0 for an
-// output, which begins with the launch.
+// Return the position of a unit's number k in an array with COUNT blocks of H numbers per batch item. at: the unit's
+// positions; at.gate is in block 0. If COUNT is the number of gates, the position is at.gate plus a distance; any other
+// COUNT, which only a user's cell has, takes a multiplication. A user's cell has number k in block k, a built-in cell
+// in the block of gate k. earlier: 0 for an output, which begins at the launch's first time index; for an input, which
+// begins at time index 0, the number of elements of h before the launch's first time index.
 template <class Cell, int COUNT, int H, class Index>
 Index block_place(thread const Place<Index>& at, int k, int unit, Index earlier = 0) {
   return COUNT == Cell::GATES ? at.gate + Index(COUNT) * earlier + Cell::block(k) * H
                               : place_of<COUNT, H>(at.state + earlier, k, unit);
 }
 
-// Read what a forward step needs for the two batch items of a lane: z of all gates, into y; the inputs u of the step;
-// `keep` of this step, into factor; and the mask of the next step, which lies `distance` away. The mask is that of the
-// next step, because this step multiplies its new h by it, for the next product. z and `inputs` begin at time index 0:
-// earlier is the number of elements of h before the launch's first time index. mask and keep need no `earlier`, because
-// their positions count from time index 0. unit: the lane's unit. (load_all's 0: into u[e] from its beginning.)
+// Read the numbers that a forward step needs for the two batch items of a lane: z of all gates into y, the inputs u of
+// the step, `keep` of this step into factor, and the mask of the next step, which lies `distance` away. The step needs
+// the next mask, because it writes its new h times that mask for the next product. earlier: the number of elements of h
+// before the launch's first time index. z and `inputs` begin at time index 0, so it is added to their positions; the
+// positions of mask and keep already count from time index 0. unit: the lane's unit. The last argument of load_all, 0,
+// is the first element of u[e] to be set.
 template <class Cell, int H, class Index, class Arrays>
 void read_inputs(
     thread const Arrays& a, thread const Place<Index> (&at)[2], thread const Place<Index>& distance, Index earlier,
@@ -107,13 +113,13 @@ void read_inputs(
 }
 
 // Run the forward pass: h = cell(z_t + (mask_t * h_prev) Wh^T, ...). `vectors` is a double buffer [2][padded H][8
-// items]: one half holds the masked h that the current step reads, the other the masked h that it writes for the next
-// step. One barrier per step separates the writes from the reads. group: the threadgroup's number along the batch, and
-// the direction. index: the thread's number among `threads`. column: the lane's first batch item in the threadgroup,
-// b0: in the batch. read: the lane's unit, or 0 past the end: a lane without an item reads the numbers of the last
-// item, and a lane without a unit those of unit 0, so that no read leaves the array. HALF: the floats of a half of the
-// double buffer. COUNT: the weight vectors of a lane. AHEAD: whether it reads before the product. p: the unit's
-// constants, which Cell::constants reads.
+// items]: the current step reads the masked h from one half, and writes the masked h of the next step into the other.
+// One barrier per step separates these writes from the next reads. group: the threadgroup's number along the batch, and
+// the direction. index: the thread's number among `threads`. column: the number of the lane's first batch item in the
+// threadgroup; b0: its number in the batch. read: the unit whose numbers the lane reads. A lane without a unit reads
+// those of unit 0, and a lane without an item those of the last item, so that no read leaves the arrays. HALF: how many
+// floats a half of the double buffer has. COUNT: how many weight vectors a lane has. AHEAD: whether a step's numbers
+// are read before the product. p: the unit's constants.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -131,7 +137,7 @@ void fused_matrix_forward(
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF, index, threads);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros that all threads write from the first h
   int length[2];
   float p[SIZE_FOR<Cell::CONSTANTS>], states[2][C + 1];
   bool real[2];
@@ -147,7 +153,7 @@ void fused_matrix_forward(
     load_states<Cell, H>(a.h0, a.c0, item, unit, states[e]);
     vectors[(sweep.start & 1) * HALF + 8 * unit + column + e] = states[e][0] * value_at(a.mask, at[e].mask, 1.0f);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of the first h from the first product
   for (int n = sweep.start; n < sweep.stop; ++n) {
     simdgroup_float8x8 total[GATES];
     float y[2][VALUES<Cell>], u[2][SIZE_FOR<Cell::INPUTS>], mask[2], factor[2];
@@ -183,7 +189,7 @@ void fused_matrix_forward(
     }
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) advance(at[e], next);
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the new h of all units from the next step's product
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of the new h from the next step's product
     streamed += opaque_zero(sweep);
   }
   for (int e = 0; e < 2; ++e) {
@@ -194,10 +200,11 @@ void fused_matrix_forward(
   }
 }
 
-// Multiply `vectors`, LENGTH numbers of each of 8 batch items, by the columns of Wh that belong to the 8 units of this
-// simdgroup. sum[e]: the result for the lane's unit and for the first or second of its two batch items. resident: the
-// lane's first RESIDENT weight vectors, in registers; streamed: all of them, in memory. There is one matrix of results
-// (1), but four partial sums of it (4), which are added at the end, so that no addition waits for the one before.
+// Compute the backward product: `vectors`, LENGTH numbers of each of 8 batch items, times the columns of Wh that belong
+// to the 8 units of this simdgroup. sum[e]: the result for the lane's unit and for number e of its two batch items.
+// resident: the lane's first RESIDENT weight vectors, in registers; streamed: all of them, in memory. There is one
+// matrix of results, but it has four partial sums, so that no addition waits for the one before (1, 4 in
+// product_of_matrices). They are added up at the end.
 template <int RESIDENT, int LENGTH, class V>
 void product_of_columns(
     thread float (&sum)[2], thread const V* resident, const device V* streamed, threadgroup const float* vectors) {
@@ -213,11 +220,11 @@ void product_of_columns(
   }
 }
 
-// Read what the lane needs at step n for its two batch items: the saved numbers y (of most cells the gates), their
-// cotangents d, and in `numbers` states, cotangents, inputs and factors (read_step in fused.metal). All these arrays
-// begin at time index 0. Only a built-in cell has cotangents d: its KEPT and GRADIENTS are GATES. earlier: the number
-// of elements of h before the launch's first time index; an array of gates has GATES times as many. step: the number of
-// elements of h from one time index to the next. unit: the lane's unit.
+// Read the numbers of backward step n for the two batch items of a lane: into y those that the forward pass saved
+// (mostly the gates), into d their cotangents, and into `numbers` states, cotangents of states, inputs and factors.
+// Only a built-in cell has cotangents d; its KEPT and GRADIENTS equal GATES. earlier: the number of elements of h
+// before the launch's first time index. These arrays begin at time index 0, so it is added to the positions; an array
+// of gates has GATES times as many elements. step: how many elements h has per time index. unit: the lane's unit.
 template <class Cell, int H, class Index, class Arrays>
 void read_items(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Cell, Index> (&items)[2],
@@ -236,12 +243,12 @@ void read_items(
   }
 }
 
-// Compute one step of one unit of an item backward, and store its gradients; past the item's end (not `live`) they are
-// 0. p: the unit's constants. y: the numbers that the forward pass saved. numbers: what else read_step read. after: the
-// states after the step. d: on entry the cotangents of y, on return the gradients of the preactivations. dp: the
-// gradients of the parameters are added to it. item: on entry its ds are the gradients of the states that later steps
-// send back. On return ds has those of the states before the step, except for h: item.past is the part of it that
-// bypasses the product. CARRIES: how many states' gradients have such a part.
+// Compute one backward step of one unit of one batch item, and store its gradients; past the item's end (not `live`)
+// they are 0. p: the unit's constants. y: the numbers that the forward pass saved. numbers: the other numbers that this
+// step has read. after: the states after the step. d: on entry the cotangents of y, on return the gradients of the
+// preactivations. dp: the gradients of the parameters are added to it. item.ds: on entry the gradients of the states
+// from later steps; on return those of the states before the step, except for h. item.past: on return the part of the
+// gradient of h that does not go through the product.
 template <class Cell, int H, class Index, class Arrays>
 void unit_backward(
     thread const Arrays& a, bool live, int unit, thread const float* p, thread const float (&y)[SIZE_FOR<Cell::KEPT>],
@@ -262,8 +269,8 @@ void unit_backward(
 #pragma clang loop unroll(full)
   for (int k = 0; k < Cell::INPUTS; ++k)
     store(a.du, place_of<Cell::INPUTS, H>(item.at.state, k, unit), live ? du[k] : 0.0f);
-  // `carry`, from which the gradient of keep is computed, gets the gradients of keep * state without the part through
-  // the product, for the states from number FIRST on: for h in some cells only
+  // The gradient of keep is computed from the array `carry`. It gets the gradients of keep * state, without the part
+  // that goes through the product. FIRST: the first state that has such a gradient, h (0) in some cells only.
 #pragma clang loop unroll(full)
   for (int k = FIRST; k <= C; ++k)
     store(a.carry, place_of<CARRIES<Cell>, H>(item.at.state, k - FIRST, unit), live ? ds[k] : 0.0f);
@@ -274,10 +281,10 @@ void unit_backward(
   item.past = ds[0] * numbers.keep;
 }
 
-// Store dp, the gradients of a unit's SUMMED parameters, as `dw` [groups, D SUMMED H]: sums over the steps and the 8
-// batch items of a threadgroup. group: the threadgroup's number. The lanes whose numbers are in the same row of a
-// matrix have the same unit. They differ in bits 0 and 3 of the lane's number, so exchanges over the distances 1 and 8
-// add them up. writes: whether the lane is the one of them that writes.
+// Store the gradients dp of a unit's SUMMED parameters in a.dw [groups, D SUMMED H]. They are summed over the steps and
+// the 8 batch items of a threadgroup. group: the threadgroup's number. Four lanes have the same unit, each for two
+// items. Their lane numbers differ in bits 0 and 3, so two exchanges over the distances 1 and 8 add up their sums.
+// writes: whether this lane is the one of the four that writes.
 template <class Cell, int H, class Arrays>
 void store_sums(
     thread const Arrays& a, thread const Sweep& sweep, uint group, int unit, bool writes,
@@ -290,14 +297,15 @@ void store_sums(
   }
 }
 
-// Run the backward pass; fused_backward.metal has its equation. `vectors` [VECTORS][padded G H][8 items] holds the
-// gradients d of the recurrent products at the current step, the operand of the product with Wh. VECTORS is 2 (a double
-// buffer), or 1 if threadgroup memory has no space for two. Barriers: one per step, between writing d and the product;
-// with a single buffer a second one, between the product and the writes of the next step. group: the threadgroup's
-// number along the batch, and the direction. index: the thread's number among `threads`. column: the lane's first batch
-// item in the threadgroup, b0: in the batch. read: the lane's unit, or 0 past the end. K: the numbers of d of an item.
-// HALF: the floats of one buffer. COUNT: the weight vectors of a lane. AHEAD: whether it reads a step's numbers before
-// the product of the step before.
+// Run the backward pass; the head of fused_backward.metal has its equations. `vectors` [VECTORS][padded G H][8 items]
+// holds the gradients of the recurrent products at the current step, which are the operand of the product with Wh.
+// VECTORS is 2 (a double buffer), or 1 if threadgroup memory has no space for two. Barriers: one per step, between
+// writing the operand and the product that reads it; with a single buffer a second one, between the product and the
+// writes of the next step. group: the threadgroup's number along the batch, and the direction. index: the thread's
+// number among `threads`. column: the number of the lane's first batch item in the threadgroup; b0: its number in the
+// batch. read: the unit whose numbers the lane reads, 0 if it has no unit. K: how many numbers the operand has per
+// item. HALF: how many floats one buffer has. COUNT: how many weight vectors a lane has. AHEAD: whether a step's
+// numbers are read before the product of the step processed before it.
 template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, class Arrays>
 void fused_matrix_backward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -324,7 +332,7 @@ void fused_matrix_backward(
     real[e] = b0 + e < sweep.B && unit < H;
     begin_item<Cell, H>(sweep, a, b0 + e, 0, unit, unit < H, earlier, items[e]);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros that all threads write from the first d
   float y[2][SIZE_FOR<Cell::KEPT>], d[2][Cell::GRADIENTS];
   StepNumbers<Cell> numbers[2];
   if (AHEAD) read_items<Cell, H>(sweep, a, sweep.stop - 1, items, earlier, step, read, y, d, numbers);
@@ -347,8 +355,9 @@ void fused_matrix_backward(
         current[8 * (block + unit) + column + e] = float(operand);
       }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
-    // Read the numbers of the next step. At the launch's last step, read the numbers of this step again.
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of d from the product that reads it
+    // Go to the next step. If AHEAD, read its numbers before the product, so that they arrive while the product is
+    // computed. The launch's last step stays where it is, and reads its own numbers again.
     const int ahead = max(n - 1, sweep.start);
     Place<Index> distance;
     distance_to_next(ahead != n, next, distance);
@@ -362,7 +371,8 @@ void fused_matrix_backward(
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       if (real[e] && live) items[e].ds[0] = sum[e] * items[e].mask + items[e].past;
     }
-    if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the product from the next d
+    // A single buffer: the product must have read it before the next step writes it.
+    if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
     streamed += opaque_zero(sweep);
   }
 #pragma clang loop unroll(full)

@@ -1,38 +1,42 @@
-// Layer normalisation in the whole-sequence kernels with the product in lanes: y = (x - mean) / sqrt(variance + eps),
-// and the result y scale + shift. x is the recurrent product, its sum with the input's part z, or c (norm.metal).
+// Layer normalisation in the kernels that run all time steps in one launch and divide the product among lanes. It
+// computes y = (x - mean) / sqrt(variance + eps), and the result y scale + shift. x is the recurrent product, the sum
+// of this product and the input's part z, or c (norm.metal).
 //
-// The numbers that are normalised together lie in all simdgroups of a threadgroup. Each simdgroup sums up its own
-// numbers and writes the sums to threadgroup memory. After a barrier every simdgroup adds up the sums of all. So a norm
-// takes one barrier per step. The step's last barrier separates these reads from the writes of the next step. Each norm
-// has its own memory.
+// The numbers that are normalised together are spread over all simdgroups of a threadgroup. Each simdgroup adds up its
+// own numbers and writes the sums to threadgroup memory. After a barrier every simdgroup adds up the sums of all
+// simdgroups. So a norm takes one barrier per step. The last barrier of the step separates these reads from the writes
+// of the next step. Each norm has its own memory.
 //
 // A simdgroup computes its own mean and the sum of squares of the distances from it, because E[x^2] - E[x]^2 loses all
 // digits if the mean is large. For n_s numbers with the mean m_s and this sum v_s in simdgroup s, the variance of all N
 // numbers is the sum of v_s + n_s (m_s - mean)^2, divided by N.
 //
-//   H, LANES    hidden units; the lanes that share a unit: 4, or 1 for the plain RNN. Each lane has one gate
-//   ROWS, r     the batch items of a threadgroup. A lane has a number of each; r counts them
-//   EVERY       every EVERY-th lane has numbers of the same norm: 1 (all lanes), or LANES if each gate has its own norm
-//   index       a thread's number in the threadgroup. Its simdgroup has the number index / 32
-//   part        the part of all H units that a simdgroup has: n_s / N
-//   Peers (P)   which sums a lane reads: those of TURNS simdgroups, PEERS apart. A norm has PLACES sums, zeros
-//               included; COPIES lanes read the same ones. IS_EVEN: all stand for equally many units. UNITS: 32 / LANES
-//   NormMemory (M), NormLane, NormNumbers   where the sums lie; what a lane needs for the norms
-//   Norm<Cell> (N)   the options (norm.metal): OF (what is normalised, or NOTHING), IS_SUM, IS_EACH (each gate by
-//               itself), HAS_C (c, too), IN_STATE (the next step gets the normalised c, too)
-//   sum_of_every<EVERY>(x)   the sum over the lanes of a norm      of_lane<LANES>(x, n)  x of lane n of a unit
-//   Cell        the struct of a cell (cell.metal) with GATES gates. OUTPUT: the activation of c
-//   Lanes<Cell>, Item, StepNumbers, Place   a step in lanes (fused_lanes.metal); what a backward step has (fused.metal)
-//   a, Index, S   the struct of all arrays; the type that counts elements; the dtype of the arrays
-// `live`: the item has not ended. A cotangent is the gradient that the caller gives for an output.
+//   H            the number of hidden units
+//   LANES        how many lanes share a unit: 4, or 1 for the plain RNN. Each lane has one gate
+//   ROWS         the batch items of a threadgroup, counted by r. A lane has a number of each item
+//   EVERY        every EVERY-th lane has numbers of the same norm: LANES if each gate has its own norm, else 1 (all)
+//   index        a thread's number in the threadgroup; its simdgroup has the number index / 32
+//   part         the part n_s / N of all units that a simdgroup has
+//   P = Peers    the constants and functions that say which sums a lane reads
+//   M = NormMemory   the layout of the sums in threadgroup memory
+//   N = Norm<Cell>   what the cell normalises (norm.metal): OF, IS_SUM, IS_EACH, HAS_C, IN_STATE
+//   sum_of_every<EVERY>(x)   the sum of x over the lanes of a norm
+//   of_lane<LANES>(x, n)     the x of lane n of a unit
+//   Cell         the struct of a cell (cell.metal) with GATES gates; OUTPUT is the activation of c
+//   Lanes<Cell>  how the lanes of a unit compute a step (fused_lanes.metal)
+//   Item, StepNumbers, Place   the structs of the backward pass (fused.metal)
+//   a, Index, S  the struct of all arrays; the type that counts elements; the dtype of the arrays
+//   live         whether the batch item has not ended at this step
+// A cotangent is the gradient that the caller gives for an output.
 
-// Which simdgroups' sums a lane reads. A simdgroup has UNITS units, and PEERS of its lanes have numbers of the same
-// norm. These lanes divide the sums of all SIMDGROUPS simdgroups among themselves: a lane reads those of TURNS
-// simdgroups, whose numbers are PEERS apart. The sums lie in memory as [EVERY][PLACES][ROWS] pairs: for each norm one
-// place per simdgroup, and zeros up to a multiple of PEERS.
+// Which simdgroups' sums a lane reads from threadgroup memory. A simdgroup has UNITS units, and PEERS of its lanes have
+// numbers of the same norm. These lanes divide the sums of all SIMDGROUPS simdgroups among themselves: a lane reads
+// those of TURNS simdgroups, whose numbers are PEERS apart. EVERY: every EVERY-th lane has numbers of the same norm.
+// The sums lie in memory as [EVERY][PLACES][ROWS] pairs of floats: a norm has one place per simdgroup, and zeros up to
+// a multiple of PEERS.
 //
-// IS_WHOLE: every simdgroup has UNITS units. REPEATS: the lanes read the sums of all simdgroups several times over, so
-// COPIES lanes read the same ones. IS_EVEN: all sums that are read stand for the same number of units.
+// IS_WHOLE: every simdgroup has UNITS units. REPEATS: PEERS is a multiple of the number of simdgroups, so that COPIES
+// lanes read the sums of each simdgroup. IS_EVEN: all sums that are read stand for the same number of units.
 template <int H, int LANES, int EVERY>
 struct Peers {
   enum { UNITS = 32 / LANES, SIMDGROUPS = (H + UNITS - 1) / UNITS, PEERS = 32 / EVERY };
@@ -40,48 +44,50 @@ struct Peers {
   enum { IS_WHOLE = H % UNITS == 0, REPEATS = IS_WHOLE && PEERS % SIMDGROUPS == 0 };
   enum { IS_EVEN = REPEATS || (IS_WHOLE && SIMDGROUPS == PLACES), COPIES = REPEATS ? PEERS / SIMDGROUPS : 1 };
 
-  // Return the number of the simdgroup whose sums a lane (0 ... 31) reads first: the lanes of a norm read those of
-  // successive simdgroups, and with REPEATS they begin again after the last one.
+  // Return the number of the simdgroup whose sums a lane (0 ... 31) reads first. Successive lanes of a norm read the
+  // sums of successive simdgroups; with REPEATS they begin again after the last simdgroup.
   static uint first(uint lane) { return REPEATS ? lane / EVERY % SIMDGROUPS : lane / EVERY; }
 
-  // Return the weight, in the mean of all units, of the mean that a lane reads in turn `turn`: the part of all units
-  // that its simdgroup has; 0 past the last simdgroup. simdgroup: the one that the lane reads first. own: its part, as
-  // part_of returns it; a launch computes it once. With only one turn it is the result.
+  // part_of returns the part of all H units that a simdgroup has, 0 past the last simdgroup. With this weight its mean
+  // enters the mean of all units. part returns the weight of the mean that a lane reads in turn number `turn`.
+  // simdgroup: the simdgroup whose sums the lane reads first. own: part_of(simdgroup), which a launch computes once.
   static float part(uint simdgroup, float own, int turn) {
     if (IS_EVEN) return 1.0f / PLACES;
     return TURNS == 1 ? own : part_of(int(simdgroup) + PEERS * turn);
   }
   static float part_of(int simdgroup) { return float(clamp(H - UNITS * simdgroup, 0, int(UNITS))) * (1.0f / H); }
 
-  // Return the factor on the squares of one simdgroup, so that their sum over all lanes is a part of the variance of N
-  // numbers. COPIES lanes add the squares of one simdgroup. If IS_EVEN, moments_of_all divides the sum by PLACES; so
-  // the factor contains PLACES.
+  // Return the factor on the sum of squares of one simdgroup, with which the sum over all lanes becomes a term of the
+  // variance of N numbers. COPIES lanes add the squares of the same simdgroup, so the factor is 1 / (COPIES N). If
+  // IS_EVEN, it is PLACES times as large, because moments_of_all divides its sum by PLACES.
   static constexpr float squares(int N) { return float(IS_EVEN ? PLACES : 1) / (float(COPIES) * N); }
 
-  // Return 1 / (the number of units of a simdgroup), with which the sum of its numbers becomes their mean. The last one
-  // has fewer than UNITS if H is not a multiple of UNITS. The number is at least 1, so that a simdgroup that only has
-  // lanes past the last unit does not divide by 0.
+  // Return 1 / (the number of units of a simdgroup), with which the sum of its numbers becomes their mean. The last
+  // simdgroup has fewer than UNITS units if H is not a multiple of UNITS. The number is at least 1, because a simdgroup
+  // that has only lanes past the last unit must not divide by 0.
   static float share(uint simdgroup) {
     return IS_WHOLE ? 1.0f / UNITS : 1.0f / float(clamp(H - UNITS * int(simdgroup), 1, int(UNITS)));
   }
 };
 
-// What a lane needs for the norms, constant in a launch.
-//   scale, shift      of the norm of the product, for the lane's gate and unit
-//   c_scale, c_shift  of the norm of c, for the lane's unit
+// The numbers that a lane needs for its norms. They do not change during a launch.
+//   scale, shift      scale and shift of the product's norm, for the lane's gate and unit
+//   c_scale, c_shift  scale and shift of c's norm, for the lane's unit
 //   counts            1 if the lane has a number of the product; 0 if it has no unit or no gate
-//   part, part_of_c   n_s / N of the simdgroup whose sums the lane reads first, in the norm of the product and in that
-//                     of c (which may differ, because EVERY may)
-//   memory            the threadgroup memory for the sums, zeros at first
+//   part, part_of_c   the part of all units that the simdgroup has whose sums the lane reads first, for the product's
+//                     norm and for c's norm
+//   index             the lane's number in the threadgroup
+//   memory            the threadgroup memory for the sums, filled with zeros at first
 struct NormLane {
   float scale, shift, c_scale, c_shift, eps, counts, part, part_of_c;
   uint index;
   threadgroup float4* memory;
 };
 
-// Where the sums lie, in vectors of 4 floats: those of the product's norm from vector 0 on, those of c's norm from
-// vector C to END. A norm has [EVERY][PLACES][ROWS] pairs of floats (Peers); the norm of c uses all lanes, so its EVERY
-// is 1. Two pairs fill a vector, hence the / 2, rounded up.
+// The layout of the sums in threadgroup memory, in vectors of 4 floats: the sums of the product's norm begin at vector
+// 0, those of c's norm at vector C; END is the size. A norm has [EVERY][PLACES][ROWS] pairs of floats, one place per
+// simdgroup. EVERY: every EVERY-th lane has numbers of the same norm; for c these are all lanes (1). Two pairs fill a
+// vector, so the number of pairs is divided by 2, rounded up.
 template <class Cell, int H, int ROWS>
 struct NormMemory {
   enum { LANES = Lanes<Cell>::LANES, EVERY = Norm<Cell>::IS_EACH ? int(LANES) : 1 };
@@ -89,14 +95,15 @@ struct NormMemory {
   enum { END = C + (Norm<Cell>::HAS_C ? (Peers<H, LANES, 1>::PLACES * ROWS + 1) / 2 : 0) };
 };
 
-// Return the size of the threadgroup memory for the sums, in vectors of 4 floats. The parameter only selects this
-// overload for cells with a norm.
+// Return the size of the threadgroup memory for the sums of the norms, in vectors of 4 floats. The parameter selects
+// this overload for cells with a norm; other cells pass Absent.
 template <class Cell, int H, int ROWS>
 int norm_size(thread const NormLane&) { return NormMemory<Cell, H, ROWS>::END; }
 
-// Return what a lane needs for its norms. eps: the array norm_eps, with one number. block: the position of the lane's
-// gate on a gate axis. counts: whether the lane has a number of the product. Without an array a scale is 1 and a shift
-// 0. Peers does not depend on ROWS, so M is that of one batch item.
+// Return the numbers that a lane needs for its norms. eps: the array norm_eps, with one number. block: the position of
+// the lane's gate on a gate axis. counts: whether the lane has a number of the product. If the call does not have an
+// array, its scale is 1 or its shift 0. M is only used for members that do not depend on the number of batch items, so
+// this number is 1.
 template <class Cell, int H, class E, class Arrays>
 NormLane norm_of_lane(
     E eps, thread const Arrays& a, int direction, int block, int unit, bool counts, uint index,
@@ -111,16 +118,15 @@ NormLane norm_of_lane(
       OfC::part_of(int(OfC::first(lane))), index, memory};
 }
 
-// Two results of one simdgroup for one norm. Forward: the mean, and the squares of the distances from it. Backward: the
-// sums of d and of d y, where y is a normalised number and d its gradient.
+// Two results of one simdgroup for one norm. Forward: the mean of its numbers, and the sum of squares of the distances
+// from it. Backward: the sums of d and of d y, where y is a normalised number and d its gradient.
 using Pair = float2;
 
-// Write own[r], the pair of sums of the caller's simdgroup for batch item r, to threadgroup memory. After a barrier,
-// read pairs of other simdgroups: all[turn][r] is the one that the lane reads in turn `turn`. Lanes with the same lane
-// % EVERY belong to one norm and have the same pair, so the first EVERY lanes write. The memory has the pairs of a norm
-// side by side, one place for each simdgroup, and in each place ROWS pairs. peer: the first place of the lane's norm.
-// P::first(lane): the simdgroup that the lane reads first. n counts the pairs that it reads: batch item n % ROWS in
-// turn n / ROWS.
+// Exchange the sums of a norm between simdgroups. Write own[r], the pair of sums of this simdgroup for batch item r, to
+// threadgroup memory. After a barrier read the pairs of TURNS simdgroups: all[turn][r]. Lanes with the same lane %
+// EVERY belong to one norm and have the same pair, so only the first EVERY lanes write. In memory a norm has one place
+// per simdgroup, with ROWS pairs in each place. peer: the first place of the lane's norm. P::first(lane): the simdgroup
+// whose pairs the lane reads first. n counts the pairs that it reads: batch item n % ROWS in turn n / ROWS.
 template <class P, int EVERY, int ROWS>
 void share(
     thread const Pair (&own)[ROWS], uint index, threadgroup float4* memory, thread Pair (&all)[P::TURNS][ROWS]) {
@@ -149,11 +155,11 @@ void share(
   }
 }
 
-// Replace own[r], the mean and the squares of one simdgroup, by the mean of all numbers of the norm and 1 /
-// sqrt(variance + eps). The squares are already multiplied by P::squares(N), where N numbers are normalised together.
-// part: n_s / N of the simdgroup whose sums this lane reads first. `mean` is the sum of all simdgroups' means, each
-// times its part n_s / N. `squares` adds up n_s / N (m_s - mean)^2 and the given squares; if IS_EVEN both are PLACES
-// times as large, and their sum is divided by PLACES, which saves multiplications.
+// Replace own[r] by the mean of all numbers of the norm and 1 / sqrt(variance + eps). On entry own[r] is the mean m_s
+// of one simdgroup, and its sum of squares times P::squares(N), where N numbers are normalised together. n_s of them
+// are in simdgroup s. part: n_s / N of the simdgroup whose sums this lane reads first. `mean` is the sum of m_s n_s / N
+// over all simdgroups. `squares` adds up n_s / N (m_s - mean)^2 and the sums of squares. If IS_EVEN, both are PLACES
+// times as large, and the result is divided by PLACES, which saves multiplications.
 template <class P, int EVERY, int ROWS>
 void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index, threadgroup float4* memory) {
   Pair all[P::TURNS][ROWS];
@@ -176,9 +182,9 @@ void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index,
 
 // Replace x[r], this lane's number of batch item r, by (x[r] - mean) / sqrt(variance + eps). counts: 1 if the lane's
 // number belongs to the norm; otherwise 0, and x[r] must be 0. EACH: how many numbers of the norm a unit has: 1, or
-// GATES if all gates are normalised together. part: n_s / N of the simdgroup whose sums this lane reads first. First
-// each simdgroup computes its own mean (P::share: 1 / its units) and the sum of squares (P::squares: the factor with
-// which this sum enters the variance).
+// GATES if all gates are normalised together. part: the part of all units that the simdgroup has whose sums this lane
+// reads first. First each simdgroup computes the mean of its own numbers (P::share is 1 / its units) and their sum of
+// squares (P::squares is the factor with which it enters the variance).
 template <int H, int LANES, int EVERY, int EACH, int ROWS>
 void standardise(
     thread float (&x)[ROWS], float counts, float part, float eps, uint index, threadgroup float4* memory) {
@@ -194,8 +200,8 @@ void standardise(
   for (int r = 0; r < ROWS; ++r) x[r] = (x[r] - own[r][0]) * own[r][1];
 }
 
-// Replace own[r], two sums over one simdgroup, by the sums over all simdgroups. A lane reads the pairs of TURNS
-// simdgroups. The result is the sum times P::COPIES, because so many lanes read each pair; the caller divides by it.
+// Replace own[r], two sums over one simdgroup, by P::COPIES times the sums over all simdgroups. The factor is there
+// because COPIES lanes read each pair of sums; the caller divides by it.
 template <class P, int EVERY, int ROWS>
 void sums_of_all(thread Pair (&own)[ROWS], uint index, threadgroup float4* memory) {
   Pair all[P::TURNS][ROWS];
@@ -211,8 +217,9 @@ void sums_of_all(thread Pair (&own)[ROWS], uint index, threadgroup float4* memor
 
 // Replace d[r], the gradient of y[r] = (x - mean) / sqrt(variance + eps), by the gradient of x:
 //   factor (d - (sum of d) / N - y (sum of d y) / N)   with factor[r] = 1 / sqrt(variance + eps)
-// d[r] must be 0 if the lane's number does not belong to the norm. N: how many numbers of all lanes are normalised
-// together. If several lanes have a copy of one number, N counts each copy. sums_of_all returns COPIES times the sums.
+// d[r] must be 0 if the lane's number does not belong to the norm. N: how many numbers are normalised together. If
+// several lanes have a copy of one number, N counts each copy. The sums are divided by COPIES, too, because sums_of_all
+// returns COPIES times the sums.
 template <int H, int LANES, int EVERY, int N, int ROWS>
 void standardise_backward(
     thread float (&d)[ROWS], thread const float (&y)[ROWS], thread const float (&factor)[ROWS], uint index,
@@ -229,11 +236,12 @@ void standardise_backward(
   }
 }
 
-// Normalise the product of each lane's own gate or, if IS_SUM, its sum with y, the input's part of the preactivation.
-// The lane's product for batch item r is in sums[r][0]; that of a GRU's candidate, its last gate, is in sums[r][LAST].
-// The result replaces it, in both places; if it includes y, y becomes 0, because the cell's step adds y to the sum.
-// lane: the lane's number in its unit, which is the number of its gate. last: whether the lane has a GRU's candidate.
-// always: every lane has a number, so that the compiler can leave out the test of norm.counts.
+// Normalise the recurrent product of each lane's own gate or, if IS_SUM, the sum of this product and y, the input's
+// part of the preactivation. For batch item r the lane's product is in sums[r][0]; the product of a GRU's candidate,
+// its last gate, is in sums[r][LAST]. The result is written to both places. If it includes y, y becomes 0, because the
+// cell's step adds y to the sum. lane: the lane's number in its unit, which is the number of its gate. last: whether
+// this is the lane of a GRU's candidate. always: whether every lane has a number, so that the compiler can leave out
+// the test of norm.counts.
 template <class Cell, int H, int ROWS, int SLOTS>
 void normalise(
     thread const NormLane& norm, int lane, thread float (&y)[ROWS], thread float (&sums)[ROWS][SLOTS]) {
@@ -258,12 +266,12 @@ void normalise(
   }
 }
 
-// Normalise c of an LSTM and compute m = o s_output(norm(c)), which is the new h. writes: whether the lane is the one
-// that has c of a unit, the lane of gate o. given: the lane's preactivation without peephole term and forget bias. p:
-// its peephole weight. state: on entry c after its clip; on return the normalised c, if IN_STATE. y: the lane's gate;
-// if o's peephole reads the new c (O_SEES_CURRENT), which is then the normalised one, o is computed again (0.0f: o has
-// no forget bias). c's norm has one number per unit, in the writing lanes: hence 1, 1 (EVERY, EACH), and x is 0 in all
-// other lanes.
+// Normalise c of an LSTM and compute m = o s_output(norm(c)), which is the new h. writes: whether the lane has c of a
+// unit; this is the lane of gate o. given: the lane's preactivation without peephole term and forget bias. p: its
+// peephole weight. state: on entry c after its clip; on return the normalised c, if IN_STATE. y: the lane's gate. If
+// IN_STATE and the peephole of o reads the new c (O_SEES_CURRENT), it must read the normalised c, so gate o is computed
+// again. (Its argument 0.0f is the forget bias, which o does not have.) A unit has one number in the norm of c, in the
+// lane that writes. So x is 0 in all other lanes, and EVERY and EACH of `standardise` are 1.
 template <class Cell, int H, int ROWS>
 void normalise_states(
     thread const NormLane& norm, bool writes, thread const float (&given)[ROWS], float p, thread float (&state)[ROWS],
@@ -289,29 +297,32 @@ void normalise_states(
 
 // --- Backward ---
 //
-// The launches read arrays that MLX computed before for all steps, and write two more. G: gates, D: directions.
+// The launches of the backward pass read four arrays that MLX has computed for all steps, and write two. G: gates, D:
+// directions, ".": the time steps of the launch.
 //   norm_y    [T, B, D G H]  the normalised numbers, without scale and shift
 //   norm_r    [T, B, D] or, for a norm of each gate, [T, B, D G]: 1 / sqrt(variance + eps)
-//   norm_c_y  [T, B, D H] float, norm_c_r [T, B, D] float: the same for the norm of c
+//   norm_c_y  [T, B, D H] float, norm_c_r [T, B, D] float: the normalised numbers and 1 / sqrt(...) for the norm of c
 //   d_product [., B, D G H], output: the gradient of the product
 //   d_norm_c  [., B, D H] float, output: the gradient of the normalised c; absent without a norm of c
 
-// What the backward step of a lane reads for its norms, for each of ROWS batch items. y: its normalised product or sum.
-// r: 1 / sqrt(variance + eps) of this norm. c_y, c_r: the same for the norm of c; states_backward replaces c_y by
-// s_output(normalised c). They are loaded one step early, before a product, so that they arrive while it is computed.
+// The numbers that a lane reads for its norms at one backward step, for each of ROWS batch items. y: its normalised
+// product or sum. r: 1 / sqrt(variance + eps) of this norm. c_y, c_r: y and r of the norm of c; states_backward
+// replaces c_y by s_output(normalised c). They are loaded one step early, before a product, so that they arrive while
+// the product is computed.
 template <int ROWS>
 struct NormNumbers {
   float y[ROWS], r[ROWS], c_y[ROWS], c_r[ROWS];
 };
 
-// Return empty NormNumbers. The parameter only selects this overload for cells with a norm; others get `absent`.
+// Return empty NormNumbers. The parameter selects this overload for cells with a norm; other cells pass Absent.
 template <int ROWS>
 NormNumbers<ROWS> norm_numbers(thread const NormLane&) { return {}; }
 
-// Read the numbers of ROWS items at one step. items[r].at: the unit's positions at this step. block: the position of
-// the lane's gate. earlier: the number of elements of norm_c_y before the launch's first time index; norm_y has GATES
-// times as many. norm_r and norm_c_r have a number per time index, item and direction, as keep has, so at.keep is the
-// position in them; with a norm of each gate norm_r has GATES numbers there.
+// Read the numbers that a lane needs for its norms at one backward step, for ROWS batch items. items[r].at: the unit's
+// positions in arrays at this step. block: the position of the lane's gate on the gate axis. earlier: the number of
+// elements of norm_c_y before the launch's first time index; norm_y has GATES times as many. norm_r and norm_c_r have
+// one number per time index, item and direction. The array `keep` has the same shape, so at.keep is the position in
+// them. With a norm of each gate norm_r has GATES numbers per position.
 template <class Cell, int ROWS, class Index, class Arrays>
 void read_norm(
     thread const Arrays& a, thread const Item<Cell, Index> (&items)[ROWS], Index earlier, int block,
@@ -326,11 +337,12 @@ void read_norm(
   }
 }
 
-// Compute dc[r], the gradient of c before its norm, for ROWS batch items. On entry dc is the gradient that later steps
-// send back. t: the step's time index. p: the lane's peephole weight. real: whether the lane has a unit (always if the
-// units fill whole simdgroups: then the compiler drops the comparison with H). numbers: the cotangents. after: number 1
-// is c after the step. On return saved.c_y is s_output(normalised c), which unit_backward needs. Also write the
-// gradient of the normalised c to d_norm_c, from which MLX computes the gradients of scale and shift.
+// Compute dc[r], the gradient of c before its norm, for ROWS batch items. On entry dc is the gradient of c from later
+// steps. t: the step's time index. p: the lane's peephole weight. numbers: ds[1] is the cotangent of c, the gradient
+// that the caller gives for it. after: number 1 is c after the step. saved: on return c_y is s_output(normalised c),
+// which unit_backward needs. Also write the gradient of the normalised c to a.d_norm_c, from which MLX computes the
+// gradients of scale and shift. real: whether the lane has a unit; if the units fill whole simdgroups, every lane has
+// one, and the compiler drops the comparison with H.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     thread const NormLane& norm, thread NormNumbers<ROWS>& saved, thread const Arrays& a, int t, float p,
@@ -344,15 +356,15 @@ void states_backward(
     float d[ROWS];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      // seen: the normalised c, which the output reads: m = o s_output(seen). dm: the gradient of m, which is h. d: the
-      // gradient of `seen`, from m; if the next step gets `seen` (IN_STATE), also from later steps and the cotangent of
-      // c.
+      // seen: the normalised c, from which the output m = o s_output(seen) is computed. dm: the gradient of m, which is
+      // h. d: the gradient of `seen`. It comes from m and, if the next step gets `seen` (IN_STATE), also from later
+      // steps and from the cotangent of c.
       const float seen = N::IN_STATE ? after[r][1] : saved.c_y[r] * norm.c_scale + norm.c_shift, dm = items[r].past;
       const float s = activate(Cell::activation(Cell::OUTPUT), seen);
       dc[r] += numbers[r].ds[1];
       d[r] = Cell::state_backward(N::IN_STATE ? dc[r] : 0.0f, dm, of_lane<LANES>(items[r].y, O), s);
-      // of_o: what the peephole of gate o sends back, if it reads the new c: it reads `seen` if IN_STATE, else c before
-      // the norm.
+      // of_o: the gradient that comes through the peephole of gate o, if it reads the new c. It reads `seen` if
+      // IN_STATE, else c before the norm.
       if constexpr (Cell::PEEPHOLE == Cell::O_SEES_CURRENT) {
         const float of_o = of_lane<LANES>(
             p * Cell::gate_backward(items[r].d, dm, s, slope(Cell::activation(O), items[r].y)), O);
@@ -364,7 +376,8 @@ void states_backward(
       d[r] = real ? d[r] * norm.c_scale : 0.0f;
     }
     threadgroup float4* memory = norm.memory + NormMemory<Cell, H, ROWS>::C;
-    // All LANES lanes of a unit have a copy of its number, and all lanes are in this norm (1).
+    // All LANES lanes of a unit have a copy of its number, so the norm has LANES * H numbers. All lanes are in one
+    // norm, so EVERY is 1.
     standardise_backward<H, LANES, 1, LANES * H>(d, saved.c_y, saved.c_r, norm.index, memory);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
@@ -375,10 +388,11 @@ void states_backward(
   }
 }
 
-// Run the cell of one unit of batch item r in reverse. p: the lane's peephole weight. limit: the limit of c. after: c
-// after the step. dc: on entry the gradient of c; with a norm of c states_backward has computed it, as that of c before
-// the norm. On return item.d is the gradient of the lane's preactivation, item.past and dc those of the states before
-// the step, as far as they bypass the product.
+// Compute one step of one unit of batch item r in reverse, for a cell with a norm. lane: the lane's number in its unit.
+// p: its peephole weight. limit: the limit of c. after: c after the step. dc: on entry the gradient of c or, with a
+// norm of c, the gradient of c before the norm, from states_backward; on return the gradient of c before the step.
+// item.d: on return the gradient of the lane's preactivation. item.past: on return the part of the gradient of h before
+// the step that does not go through the product.
 template <class Cell, int ROWS, class Index>
 void unit_backward(
     thread const NormNumbers<ROWS>& saved, int r, int lane, float p, float limit, float after,
@@ -387,10 +401,10 @@ void unit_backward(
   if constexpr (N::HAS_C != 0) {
     constexpr int LANES = Lanes<Cell>::LANES;
     const float before = numbers.keep * item.states[1];
-    // The clip comes before the norm, and its gradient needs the clipped c. `after` is this c, unless the state is the
-    // normalised c. Then the clipped c is unknown here, and c before the clip, f c + i g, takes its place. This is
-    // enough: below the limit the clip changed nothing, and elsewhere clip_backward computes f c + i g again and
-    // compares that.
+    // The clip comes before the norm, and its gradient needs the clipped c. `after` is the clipped c, unless the state
+    // is the normalised c (IN_STATE). Then the clipped c is unknown here, and f c + i g, which is c before the clip,
+    // takes its place. This is enough: if it is below the limit, the clip changed nothing; otherwise clip_backward
+    // compares f c + i g with the limit anyway.
     float c = after;
     if constexpr (N::IN_STATE && Cell::STOPS)
       c = of_lane<LANES>(item.y, Cell::GATE_F) * before +
@@ -401,19 +415,19 @@ void unit_backward(
   }
 }
 
-// Write an operand of the product with Wh, one number. If the products are normalised, products_backward writes it
-// instead, after the gradient has passed the norm. The parameter without a name selects this overload: a call without a
-// norm passes Absent (fused_lanes.metal).
+// Write one number of the operand of the product with Wh, unless the products are normalised. Then products_backward
+// writes it, because the gradient must first go through the norm. The parameter without a name selects this overload
+// for cells with a norm; other cells pass Absent.
 template <class Cell>
 void write_operand(thread const NormLane&, threadgroup float& operand, float value) {
   if (Norm<Cell>::OF == NOTHING) operand = value;
 }
 
 // Compute the gradients of the recurrent products from items[r].d, the gradient of the normalised product of the lane's
-// gate and unit, for ROWS batch items. Write them to d_product, and to `operands` in threadgroup memory, where the
-// product with Wh reads them: one row per batch item, each of ROW vectors of 4 floats. t: the step's time index. block:
-// the gate's block of H floats in a row, or -1 for a lane without a gate. A lane `counts` if it has a unit and a gate
-// of its own; the other lanes take part in the sums with 0, and write nothing.
+// gate and unit, for ROWS batch items. Write them to a.d_product, and to `operands` in threadgroup memory, where the
+// product with Wh reads them. `operands` has one row per batch item, of ROW vectors of 4 floats. t: the step's time
+// index. block: the gate's block of H floats in a row, or -1 for a lane without a gate. counts: whether the lane has a
+// unit and a gate of its own; other lanes add 0 to the sums and write nothing.
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void products_backward(
     thread const NormLane& norm, thread const NormNumbers<ROWS>& saved, thread const Arrays& a, int t, int block,

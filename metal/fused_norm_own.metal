@@ -1,32 +1,33 @@
-// Layer normalisation of a cell written by the user, in the whole-sequence kernels with the product in lanes. The sums
-// over all simdgroups are those of fused_norm.metal: each simdgroup sums up its own numbers and writes a Pair of sums
-// to threadgroup memory; after a barrier the lanes read the pairs of all simdgroups. norm.metal has the arrays.
+// Layer normalisation of a cell written by the user, in the kernels that run all time steps in one launch and divide
+// the product among lanes. Each simdgroup adds up its own numbers and writes a Pair of sums to threadgroup memory.
+// After a barrier the lanes read the pairs of all simdgroups. The functions for this are in fused_norm.metal;
+// norm.metal describes the arrays.
 //
 //   y = (x - mean) / sqrt(variance + eps), then y scale + shift; x: the recurrent product, or its sum with the input's
 //       part
 //
-//   H           hidden units. LANES lanes (4) share a unit and divide its GATES gates among themselves
-//   COUNT, j    how many gates a lane has: number j of a lane belongs to gate LANES j + lane. Past the last gate a
-//               number does not "count"
-//   ROWS, r     the batch items of a threadgroup. B: all batch items, D: directions
-//   x, sums     numbers to normalise; recurrent products. With Lanes<Cell>::SCATTERS a lane has the product of its own
-//               gate only, in sums[0]; otherwise all lanes have the products of all gates
-//   EVERY       every EVERY-th lane has numbers of the same norm: LANES if each gate is normalised by itself, else 1
-//   Norm<Cell>  the options: IS_EACH (each gate by itself), IS_SUM (the product plus the input's part)
-//   Peers (P)   which simdgroups' sums a lane reads (fused_norm.metal): share: 1 / the units of a simdgroup; squares:
-//               the factor of its squares in the variance; COPIES: how many lanes read each sum
-//   OwnNormLane, OwnNormMemory (M), OwnNormNumbers   what a lane needs; where sums lie; what a backward step reads
-//   standardise, standardise_backward, moments_of_all, sums_of_all   fused_norm.metal has these; they work on one
-//               number per lane and batch item, or on pairs of sums
-//   Cell        the generated struct of the cell. a, Index, S: the struct of all arrays, the type that counts elements,
-//               the dtype of the arrays. Sweep: what a launch processes (fused.metal)
+//   H            the number of hidden units
+//   LANES        how many lanes share a unit: 4. They divide the GATES gates of the unit among themselves
+//   COUNT        how many gates a lane has at most: number j of a lane belongs to gate LANES j + lane
+//   counts       0 for a number of a lane that has no such gate or no unit, else 1
+//   ROWS         the batch items of a threadgroup, counted by r
+//   x            the numbers to normalise
+//   sums         the recurrent products. With Lanes<Cell>::SCATTERS a lane has the product of its own gate only, in
+//                sums[r][0]; otherwise all lanes have the products of all gates
+//   EVERY        every EVERY-th lane has numbers of the same norm: LANES if each gate has its own norm, else 1 (all)
+//   Norm<Cell>   IS_EACH: each gate has its own norm; IS_SUM: the product plus the input's part is normalised
+//   P = Peers    which simdgroups' sums a lane reads (fused_norm.metal)
+//   M = OwnNormMemory   the layout of the sums in threadgroup memory
+//   Cell         the generated struct of the cell
+//   a, Index, S  the struct of all arrays; the type that counts elements; the dtype of the arrays
+//   Sweep        what a launch processes (fused.metal)
 
-// What a lane needs for the norm, constant in a launch.
-//   scale, shift  of the norm, for each gate of the lane and its unit
+// The numbers that a lane needs for the norm of its COUNT gates. They do not change during a launch.
+//   scale, shift  scale and shift of the norm, for each gate of the lane and its unit
 //   counts        1 if the lane has a gate and a unit for this number, else 0
 //   part          the part of all units that the simdgroup has whose sums the lane reads first
 //   index         the lane's number in the threadgroup
-//   memory        the threadgroup memory for the sums
+//   memory        the threadgroup memory in which simdgroups exchange their sums
 template <int COUNT>
 struct OwnNormLane {
   float scale[COUNT], shift[COUNT], counts[COUNT], eps, part;
@@ -34,10 +35,10 @@ struct OwnNormLane {
   threadgroup float4* memory;
 };
 
-// Where the sums lie, in vectors of 4 floats. A norm has [EVERY][PLACES][ROWS] pairs of floats, one place for each
-// simdgroup (PLACES of Peers in fused_norm.metal); two pairs fill a vector, hence the / 2, rounded up: SIZE vectors. If
-// each gate is normalised by itself, a lane has COUNT norms one after the other, each with its own SIZE vectors;
-// otherwise all numbers of a lane are in one sum. END: the vectors of all.
+// The layout of the sums in threadgroup memory, in vectors of 4 floats. A norm has [EVERY][PLACES][ROWS] pairs of
+// floats, one place per simdgroup. Two pairs fill a vector, so a norm takes SIZE vectors: half the pairs, rounded up.
+// If each gate is normalised by itself, a lane computes COUNT norms one after the other, each with its own SIZE
+// vectors. Otherwise all numbers of a lane are in one norm. END: the vectors of all norms.
 template <class Cell, int H, int ROWS>
 struct OwnNormMemory {
   enum { LANES = Lanes<Cell>::LANES, COUNT = REGISTERS_OF<Cell::GATES, LANES> };
@@ -45,13 +46,14 @@ struct OwnNormMemory {
   enum { SIZE = (EVERY * Peers<H, LANES, EVERY>::PLACES * ROWS + 1) / 2, END = (IS_EACH ? int(COUNT) : 1) * SIZE };
 };
 
-// Return the size of the threadgroup memory for the sums, in vectors of 4 floats, if the call has a norm. The parameter
-// is the array norm_eps; it only selects this overload, because a call without a norm has `absent` in its place.
+// Return the size of the threadgroup memory for the sums, in vectors of 4 floats, if the call has a norm. The
+// parameter, the array norm_eps, selects this overload: a call without a norm passes Absent.
 template <class Cell, int H, int ROWS, class E> int own_norm_size(E) { return OwnNormMemory<Cell, H, ROWS>::END; }
 
-// Return what a lane needs for the norm. eps: the array norm_eps, with one number. lane: its number in its unit. real:
-// whether it has a unit. Past the last gate it reads the scale of the last one, and does not count. COUNT and Peers do
-// not depend on ROWS, so M is that of one batch item (1).
+// Return the numbers that a lane needs for the norm of its gates. eps: the array norm_eps, with one number. lane: the
+// lane's number in its unit. real: whether the lane has a unit. If a lane has fewer gates than COUNT, it reads the
+// scale of the last gate, and counts[j] is 0. M is only used for members that do not depend on the number of batch
+// items, so this number is 1.
 template <class Cell, int H, class E, class Arrays>
 OwnNormLane<OwnNormMemory<Cell, H, 1>::COUNT> own_norm_of_lane(
     E eps, thread const Arrays& a, int direction, int lane, int unit, bool real, uint index,
@@ -71,8 +73,8 @@ OwnNormLane<OwnNormMemory<Cell, H, 1>::COUNT> own_norm_of_lane(
   return norm;
 }
 
-// take_number copies number j of each of the ROWS batch items from x to `one`; put_number copies them back. The
-// functions of fused_norm.metal work on such an array with one number per batch item.
+// take_number copies number j of each batch item from x to `one`, an array with one number per batch item; put_number
+// copies them back. The functions of fused_norm.metal need such an array.
 template <int ROWS, int COUNT>
 void take_number(thread const float (&x)[ROWS][COUNT], int j, thread float (&one)[ROWS]) {
 #pragma clang loop unroll(full)
@@ -84,10 +86,10 @@ void put_number(thread const float (&one)[ROWS], int j, thread float (&x)[ROWS][
   for (int r = 0; r < ROWS; ++r) x[r][j] = one[r];
 }
 
-// Replace the numbers x of all gates of a lane by (x - mean) / sqrt(variance + eps). Numbers that do not count
-// (norm.counts is 0: the lane has no gate or unit for them) must be 0. If each gate is normalised by itself, that is
-// one norm per number of a lane; otherwise a lane adds up its COUNT numbers, and there is one norm for all of them.
-// M::SIZE: the vectors of one norm's sums.
+// Replace x, a lane's COUNT numbers (one per gate) for each batch item, by (x - mean) / sqrt(variance + eps). Numbers
+// for which the lane has no gate or no unit (norm.counts is 0) must be 0. If each gate is normalised by itself
+// (IS_EACH), every number of a lane belongs to another norm, whose sums take M::SIZE vectors of memory. Otherwise all
+// numbers belong to one norm, and a lane first adds up its own numbers.
 template <class Cell, int H, int ROWS, int COUNT>
 void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[ROWS][COUNT]) {
   using M = OwnNormMemory<Cell, H, ROWS>;
@@ -125,11 +127,11 @@ void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[
   }
 }
 
-// Normalise the recurrent products of all gates, or each product plus the input's part numbers[r].z if the norm is one
-// of the sum. On return `sums` has the results; z is then 0 if it is part of them. lane: the lane's number in its unit.
-// Numbers: the struct ForwardNumbers (pointwise_forward.metal). With SCATTERS a lane has one gate's product, in
-// sums[0]. Otherwise it has all of them: it takes those of its own gates, and of_lane sends the results to all lanes of
-// the unit. The loops over k compare its number with constants, so that no register index is unknown to the compiler.
+// Normalise the recurrent products of all gates or, if IS_SUM, the sums of these products and the input's parts
+// numbers[r].z. On return `sums` has the results; if they contain z, z becomes 0. lane: the lane's number in its unit.
+// With SCATTERS a lane has the product of one gate, in sums[r][0]. Otherwise it has the products of all gates: it
+// normalises those of its own gates, and of_lane sends the results to all lanes of the unit. The loops over k compare
+// the lane's number with constants, so that the compiler knows every register index.
 template <class Cell, int H, int ROWS, class Numbers, int SIZE, int COUNT>
 void normalise_gates(
     thread const OwnNormLane<COUNT>& norm, int lane, thread Numbers (&numbers)[ROWS],
@@ -162,25 +164,26 @@ void normalise_gates(
 
 // --- Backward ---
 //
-// The kernel reads two arrays that MLX computed before for all steps, and writes one:
+// The backward kernel reads two arrays that MLX has computed for all steps, and writes one:
 //   norm_y  [T, B, D G H]: the normalised numbers, without scale and shift
 //   norm_r  [T, B, D] or, for a norm of each gate, [T, B, D G]: 1 / sqrt(variance + eps)
 //   d_product [., B, D G H]: the gradient of the recurrent product, for the steps of the launch
 
-// What the backward step of a lane needs for its COUNT gates, for each of ROWS batch items. y: the normalised numbers.
-// r: 1 / sqrt(variance + eps) of their norms. d: the gradient of the norm's result, then that of the product.
+// The numbers that a lane needs at one backward step for the norms of its COUNT gates, for each of ROWS batch items. y:
+// the normalised numbers. r: 1 / sqrt(variance + eps) of their norms. d: at first the gradients of the norms' results,
+// then those of the products.
 template <int ROWS, int COUNT>
 struct OwnNormNumbers {
   float y[ROWS][COUNT], r[ROWS][COUNT], d[ROWS][COUNT];
 };
 
-// Return empty OwnNormNumbers. The parameter only selects this overload for cells with a norm; others get `absent`.
+// Return empty OwnNormNumbers. The parameter selects this overload for cells with a norm; other cells pass Absent.
 template <int ROWS, int COUNT>
 OwnNormNumbers<ROWS, COUNT> own_norm_numbers(thread const OwnNormLane<COUNT>&) { return {}; }
 
-// Read y and r of step n for ROWS batch items. now: the step's position in an array [T, B, D H]. item: the unit's
-// positions in an array [B, D H]. group: the threadgroup's number. lane: the lane's number in its unit. load_blocks
-// (pointwise.metal) loads the numbers of the lane's gates. at: the position in an array [T, B, D].
+// Read the normalised numbers y and the factors r of step n, for ROWS batch items. now: the step's position in an array
+// [T, B, D H]. item: the unit's positions in an array [B, D H], one per batch item. group: the threadgroup's number
+// along the batch. lane: the lane's number in its unit. at: the position of this step and item in an array [T, B, D].
 template <class Cell, int H, int ROWS, int COUNT, class Index, class Arrays>
 void read_gates(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
@@ -197,18 +200,19 @@ void read_gates(
   }
 }
 
-// Copy d, the gradients of the preactivations of batch item number r, to `numbers` for own_products_backward. The first
-// of them, one per gate, are those of the norm's result. Numbers of ended items (not `live`) become 0.
+// Copy the gradients d of batch item number r to `numbers`, from which own_products_backward computes the gradients of
+// the products. d holds the gradients of preactivations; the first ones, one per gate of the lane, are those of the
+// norm's results, and only these are copied. If the item has ended (not `live`), they become 0.
 template <int ROWS, int COUNT, int SIZE>
 void keep_gradients(bool live, int r, thread const float (&d)[SIZE], thread OwnNormNumbers<ROWS, COUNT>& numbers) {
 #pragma clang loop unroll(full)
   for (int j = 0; j < COUNT; ++j) numbers.d[r][j] = live ? d[j] : 0.0f;
 }
 
-// Replace numbers.d, the gradients of the normalised numbers y, by those of the numbers before the norm, r (d - (sum of
-// d) / N - y (sum of d y) / N), where N numbers are normalised together. Gradients that do not count (no gate or unit
-// for them) must be 0. If each gate is normalised by itself, that is one norm per number of a lane. sums_of_all returns
-// COPIES times the sums.
+// Replace numbers.d, the gradients of the normalised numbers y, by the gradients of the numbers before the norm: r (d -
+// (sum of d) / N - y (sum of d y) / N), where N numbers are normalised together. Gradients for which the lane has no
+// gate or no unit must be 0. If each gate is normalised by itself (IS_EACH), every number of a lane belongs to another
+// norm. The sums are divided by COPIES, too, because sums_of_all returns COPIES times the sums.
 template <class Cell, int H, int ROWS, int COUNT>
 void standardise_gates_backward(thread const OwnNormLane<COUNT>& norm, thread OwnNormNumbers<ROWS, COUNT>& numbers) {
   using M = OwnNormMemory<Cell, H, ROWS>;
@@ -241,11 +245,11 @@ void standardise_gates_backward(thread const OwnNormLane<COUNT>& norm, thread Ow
   }
 }
 
-// Compute the gradients of the recurrent products from those that keep_gradients copied. Write them to d_product, and
-// to `operands` in threadgroup memory, where the product with Wh reads them: one row per batch item, each of ROW
-// vectors of 4 floats. now: the step's position in an array [T, B, D H], which counts from time index 0. item: the
-// unit's positions in an array [B, D H]. earlier: the number of elements of an array [T, B, D H] before the launch's
-// first time index, where the output d_product begins. lane: the lane's number in its unit.
+// Compute the gradients of the recurrent products from the gradients of the norms' results in numbers.d. Write them to
+// a.d_product, and to `operands` in threadgroup memory, where the product with Wh reads them. `operands` has one row
+// per batch item, of ROW vectors of 4 floats. now: the step's position in an array [T, B, D H], which counts from time
+// index 0. item: the unit's positions in an array [B, D H]. earlier: the number of elements of an array [T, B, D H]
+// before the launch's first time index, where the output d_product begins. lane: the lane's number in its unit.
 template <class Cell, int H, int ROW, class S, int ROWS, int COUNT, class Index, class Arrays>
 void own_products_backward(
     thread const OwnNormLane<COUNT>& norm, thread OwnNormNumbers<ROWS, COUNT>& numbers, thread const Arrays& a,

@@ -1,40 +1,43 @@
-// Quantized weights in the forward whole-sequence kernel with the product in lanes: which weights each lane reads, and
-// in which order. fused_arrange.metal stores them in this order. quantized.metal describes the format.
+// Quantized weights in the forward kernel that runs all time steps in one launch and divides the product among lanes.
+// This file defines which weights each lane reads, and in which order. fused_arrange.metal copies the weights into this
+// order. quantized.metal describes the format of the weights.
 //
-// GROUP lanes of a simdgroup share a product. A lane has SPAN neighbouring weights of each of SLOTS rows of Wh; a row
-// is one gate of one unit, and its index in a lane is called a slot. The weights of a row are divided into PIECES
-// pieces; a piece of a row lies in one quantization group of SIZE weights, so its weights have the same scale and bias.
-// A weight takes FIELD bits: 4, or 8 if it has more than 4 bits. So eight weights fill WORDS = FIELD / 4 words of 32
-// bits. The words of a lane are stored in the order in which it needs them, piece after piece. A piece consists of EACH
-// words, first OF_WEIGHTS with weights, then SLOTS * FACTORS with scales and biases:
+// GROUP lanes of a simdgroup share a product. A lane has SPAN neighbouring weights of each of SLOTS rows of Wh. A row
+// belongs to one gate of one unit; its index in a lane is called a slot. A lane divides its weights of a row into
+// PIECES pieces. A piece lies in one quantization group of SIZE weights, so its weights have the same scale and bias. A
+// weight takes FIELD bits: 4, or 8 if it has more than 4 bits. So eight weights fill WORDS = FIELD / 4 words of 32
+// bits. The words of a lane are stored in the order in which it needs them, piece after piece. A piece of all rows has
+// EACH words: OF_WEIGHTS words with weights, then SLOTS * FACTORS words with scales and biases:
 //   - eight weights of every row, then the next eight weights of every row, and so on to the end of the piece
 //   - the scale and, if BIASED, the bias of every row, as floats
 // A lane reads COUNT vectors of 4 words. The first RESIDENT of them stay in registers (`resident`); it reads the others
 // (`streamed`) at every step.
 //
-// A weight is scale * q + bias with an integer q, or scale * q with a small float q if not BIASED. number_at(words, e)
-// returns q of weight e in a form that of_group, which applies scale and bias, understands (quantized.metal). LENGTH:
-// the weights of a whole row. ROWS: the batch items of a threadgroup; r counts them.
+// A weight is scale * q + bias with an integer q or, if not BIASED, scale * q with a small float q. number_at(words, e)
+// in quantized.metal returns a number that stands for q of weight e; of_group applies scale and bias to a sum with such
+// numbers. LENGTH: the number of weights in a whole row. ROWS: the batch items of a threadgroup; r counts them.
 
-// The type V of weights that selects the functions of this file: a vector of 4 words with quantized weights. The
-// template parameters do not change its contents; they tell these functions how to read the words.
+// A vector of 4 words with quantized weights. Kernels use it in place of a vector of 4 weights, and this type selects
+// the functions of this file. The template parameters do not change the contents; they tell the functions how to read
+// the words.
 template <int FIELD, int SIZE, bool BIASED>
 struct PackedVector {
   uint4 words;
 };
 
-// How many weights and words a lane has of LENGTH weights in each row, which GROUP lanes share. PIECES pieces of PIECE
-// weights of each row; FACTORS scales and biases per row and piece; EACH words per piece, of which OF_WEIGHTS hold
-// weights (eight weights fill WORDS words). COUNT: vectors of 4 words, rounded up. RUNS: runs of 4 numbers that a
-// lane reads of x, the vector that the weights multiply (the masked h).
+// How many weights and words a lane has, if GROUP lanes share SLOTS rows of LENGTH weights each. A lane has SPAN
+// weights of each row, in PIECES pieces of PIECE weights with the same scale. FACTORS: scales and biases per row and
+// piece. EACH: words per piece, of which OF_WEIGHTS hold weights (eight weights fill WORDS words). COUNT: all words of
+// a lane, in vectors of 4, rounded up. RUNS: how many runs of 4 numbers the lane reads of the vector that the weights
+// multiply.
 template <int FIELD, int SIZE, bool BIASED, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   enum {
     NEEDED = (LENGTH + GROUP - 1) / GROUP,
-    // A lane needs at least NEEDED weights of each row, so that the lanes together have the whole row. SPAN is the next
-    // power of two, at least 8, because lanes read eight weights at a time. 128 is enough: a threadgroup has at most
-    // 1024 threads, so H <= 1024, and GROUP is 8. It is a power of two, because the size of a quantization group is one
-    // too: a lane's weights then lie in one group, or fill whole groups.
+    // A lane needs at least NEEDED weights of each row, so that the lanes together have the whole row. SPAN is NEEDED,
+    // rounded up to a power of two and to at least 8, because lanes read eight weights at a time. The size of a
+    // quantization group is a power of two, too. So a lane's weights lie in one group, or fill whole groups. 128 is
+    // enough: a threadgroup has at most 1024 threads, so H <= 1024, and GROUP is 8.
     SPAN = NEEDED <= 8 ? 8 : NEEDED <= 16 ? 16 : NEEDED <= 32 ? 32 : NEEDED <= 64 ? 64 : 128,
     RUNS = SPAN / 4,
     PIECE = SPAN < SIZE ? SPAN : SIZE,
@@ -47,8 +50,8 @@ struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   };
 };
 
-// Load the first RESIDENT vectors of a lane into registers. They lie 32 vectors apart, because those of the 32 lanes of
-// the simdgroup lie side by side. This is the overload for quantized weights.
+// Load the first RESIDENT vectors of a lane into registers; this is the overload for quantized weights. The vectors of
+// a lane lie 32 vectors apart, because the vectors of the 32 lanes of a simdgroup lie side by side.
 template <int RESIDENT, int FIELD, int SIZE, bool BIASED, int COUNT>
 void load_resident(
     const device PackedVector<FIELD, SIZE, BIASED>* streamed,
@@ -57,8 +60,9 @@ void load_resident(
   for (int n = 0; n < RESIDENT; ++n) resident[n].words = streamed[32 * n].words;
 }
 
-// What a lane remembers while it reads its words in order. The words lie in vectors of 4. resident: the vectors in
-// registers. streamed: all vectors, in memory. words: the vector that was read last. vector: the index of this vector.
+// The position of a lane that reads its words in order. The words lie in vectors of 4. resident: the lane's first
+// vectors, in registers. streamed: all its vectors, in memory. words: the vector that was read last. vector: the index
+// of this vector.
 template <class V>
 struct Words {
   thread const V* resident;
@@ -67,9 +71,9 @@ struct Words {
   int vector;
 };
 
-// Return word number `word` of a lane, whose words are read in order. The vector of 4 words that contains it is read
-// once, from registers if it is one of the first RESIDENT, and stays in `lane`, with its number lane.vector, for the
-// next words.
+// Return word number `word` of a lane, which reads its words in order. The function reads the vector of 4 words that
+// contains this word, from registers if it is one of the first RESIDENT vectors. The vector stays in lane.words for the
+// next calls, so that it is read only once. lane.vector: the index of this vector.
 template <int RESIDENT, class V>
 uint word_at(thread Words<V>& lane, int word) {
   const int n = word / 4;
@@ -81,16 +85,16 @@ uint word_at(thread Words<V>& lane, int word) {
   return lane.words[word % 4];
 }
 
-// Select the type of biases for the functions of quantized.metal: float, or Absent if the weights have no biases.
+// The type of the argument `biases` for functions of quantized.metal: float, or Absent if the weights have no biases.
 template <bool BIASED> struct Biases { using type = float; };
 template <> struct Biases<false> { using type = Absent; };
 
-// A lane computes with several rows of the weights, one per slot. For each batch item r and each slot, multiply eight
-// neighbouring weights of the slot's row by the same eight numbers of x, and add the products to products[r][slot].
-// Also add the eight numbers of x to x_sums[r]: the caller multiplies this sum by the biases of the weights. first: the
-// index of the first of the lane's words that contain these weights. x: two vectors of 4, GROUP vectors apart, for each
-// item; items are STRIDE vectors apart. Slots whose bit (slot % PER) in WANTED is 0 are skipped: not every product
-// needs all gates. PER: the slots of a unit, one per gate.
+// Multiply eight numbers of x by eight neighbouring weights of each row that the lane has, for each batch item r. (A
+// row's index in the lane is its slot.) Add the results to products[r][slot], and the eight numbers of x to x_sums[r],
+// because the caller multiplies this sum by the biases of the weights. first: the index of the first of the lane's
+// words that contain these weights. x: two vectors of 4, GROUP vectors apart, for each batch item; items are STRIDE
+// vectors apart. PER: the slots of a unit, one per gate. WANTED: one bit per gate; slots of other gates are skipped,
+// because not every product needs all gates.
 template <int ROWS, int SLOTS, int GROUP, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD, int SIZE,
     bool BIASED>
 void add_eight(
@@ -120,11 +124,12 @@ void add_eight(
 }
 
 // Add a lane's part of a product with quantized weights to sums[r][slot], for batch item r and row `slot` of the lane's
-// weights. All weights of a row in one piece have the same scale and bias. So for each piece the function adds up x,
-// and x times q (as number_at returns it). Then of_group applies scale and bias to both sums. The parameters are those
-// of add_product in fused_lanes.metal: x, the operand of the first item from the lane's first run on; items STRIDE
-// vectors apart; PER slots per unit, of which those with a bit in WANTED are needed; FROM is always 0 here. RUNS runs
-// of 4 numbers of x per lane give the padded length of a row, 4 GROUP RUNS. -1: no vector of words has been read yet.
+// weights. The weights of a row are divided into pieces with one scale and bias each. For each piece the function adds
+// up x, and x times the numbers that stand for the weights (number_at). Then of_group applies scale and bias to both
+// sums. x: the first number of the operand that this lane multiplies, for batch item 0; items are STRIDE vectors apart.
+// RUNS: how many runs of 4 numbers of x a lane multiplies, so a padded row has 4 GROUP RUNS weights. PER: the slots of
+// a unit, one per gate; WANTED: one bit per gate; slots of other gates are skipped. FROM is 0 with quantized weights
+// and not used. In `lane`, -1 means that no vector of words has been read yet.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
     int SIZE, bool BIASED>
 void add_product(

@@ -1,27 +1,29 @@
-// The step of the plain RNN, h = s(a), in the whole-sequence kernels with the product in lanes. Each hidden unit has
-// one lane. The preactivation a is stored as the cell's only gate, number 0. OPTIONS: the cell's options as one
-// integer, with the activation s; RNNCell<OPTIONS> (cell_rnn.metal) is the cell of one unit. Parameters without a name
-// are for other cells.
+// The step of the plain RNN, h = s(a), in the kernels that run all time steps in one launch and divide the product
+// among lanes. Each hidden unit has one lane. The preactivation a is stored as the cell's only gate, number 0. OPTIONS:
+// the cell's options as one integer, with the activation s; RNNCell<OPTIONS> (cell_rnn.metal) is the cell of one unit.
+// Parameters without a name are for other cells.
 
-// How the one lane of a unit of a plain RNN computes a step; fused_lanes.metal lists the members.
+// How the one lane of a hidden unit of a plain RNN computes a step. fused_lanes.metal explains the members of this
+// struct, which every cell specializes.
 template <int OPTIONS>
 struct Lanes<RNNCell<OPTIONS>> {
-  // LANES: the lanes of a unit. WRITER: the lane that writes h. FIRST: the gates of the step's product, one bit per
-  // gate. There is one gate and one lane, so each block is number 0, there is no constant, and no sum over lanes.
+  // LANES: the lanes of a unit. WRITER: the lane that writes h. TWO_PRODUCTS: a step has only one product. FIRST: the
+  // gates of this product, one bit per gate.
   using Cell = RNNCell<OPTIONS>;
   enum { LANES = 1, WRITER = 0, TWO_PRODUCTS = 0, FIRST = 1 };
 
-  // gate_block, operand_block: the block of the lane in z, gates, dz and in the operand of the backward product.
-  // slot_block: the block of Wh of its weights. With one gate each is number 0.
+  // gate_block, operand_block: the lane's block of H numbers in z, gates and dz, and in the operand of the backward
+  // product. slot_block: the block of rows of Wh that the lane multiplies. The cell has one gate, so each block is
+  // number 0.
   static constexpr int gate_block(int) { return 0; }
   static constexpr int operand_block(int) { return 0; }
   static constexpr int slot_block(int, int) { return 0; }
 
-  // A plain RNN has no constant per unit, such as a peephole weight.
+  // Return 0, because a plain RNN has no constant per unit, such as a peephole weight.
   template <class Arrays>
   static float constant_of(thread const Arrays&, int, int, int, int) { return 0.0f; }
 
-  // The unit has one lane, so there is no sum over its lanes.
+  // Do nothing: the unit has one lane, so there are no sums to add up over its lanes.
   template <int WANTED>
   static void sum_of_unit(thread float*, int) {}
 

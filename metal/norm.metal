@@ -1,26 +1,26 @@
 // Layer normalisation inside a step: its options, and sums over the lanes of a simdgroup.
 //
 //   y = (x - mean) / sqrt(variance + eps) * scale + shift
-// x is the recurrent product, or its sum with the input's part of the preactivations ("sum"); mean and variance are
-// taken over all G H numbers of a batch item, or over the H numbers of each gate. An LSTM may also normalise the H
-// numbers of c. metal/README.md has the equations of the gradients. The whole-sequence kernels use this in
-// fused_norm.metal, the kernels of one time step in stepwise_norm.metal.
+// x is the recurrent product, or the sum of this product and the input's part of the preactivations. Mean and variance
+// are taken over all G H numbers of a batch item, or over the H numbers of each gate. An LSTM may also normalise the H
+// numbers of c. metal/README.md has the equations of the gradients. fused_norm.metal uses this file for kernels that
+// run all time steps in one launch, stepwise_norm.metal for kernels that run one step.
 //
 // Cell: the struct of a cell (cell.metal), with its options as the integer OPTIONS. G: gates, H: hidden units, D:
-// directions. A lane is one of the 32 threads of a simdgroup, which run together. The kernels of a cell with a norm
-// have the array `norm_eps`, which the others lack. Their other arrays:
-//   norm_scale, norm_shift  [D, G H]   norm_c_scale, norm_c_shift  [D, H]; without these arrays 1 and 0
+// directions. A lane is one of the 32 threads of a simdgroup, which run together. Only kernels of a cell with a norm
+// have the array `norm_eps`. The arrays of a norm are:
+//   norm_scale, norm_shift  [D, G H]   norm_c_scale, norm_c_shift  [D, H]; a call without them uses scale 1, shift 0
 //   norm_eps                [1]
 //
-// Bits 27 to 30 of OPTIONS are one number: 0 to 4 is a value of NormOf, and 5 or 10 are added if c is normalised for
-// the output h only, or also in the state that the next step gets.
+// Bits 27 to 30 of OPTIONS are one number: a value of NormOf (0 to 4), plus 5 if c is normalised for the output h only,
+// plus 10 if the next step gets the normalised c, too.
 
-// What a norm is computed of: nothing, the recurrent products, or their sums with the input's part; in the values that
-// end in OF_EACH each gate is normalised by itself.
+// Which numbers a cell normalises: none, the recurrent products, or the sums of these products and the input's part.
+// With the values that end in OF_EACH each gate has its own mean and variance.
 enum NormOf { NOTHING, PRODUCT, PRODUCT_OF_EACH, SUM, SUM_OF_EACH };
 
-// What a cell normalises, read from its OPTIONS. This general struct is for cells without OPTIONS: for a cell that a
-// user wrote, mlx_lstm/engines/metal/pointwise.py generates a specialization. The other one is for built-in cells.
+// Which numbers a cell normalises, as compile-time constants. The second definition reads them from the OPTIONS of a
+// built-in cell. For a cell written by the user, mlx_lstm/engines/metal/pointwise.py generates another specialization.
 //   OF       a value of NormOf: NOTHING, the product or the sum, of all gates or OF_EACH
 //   IS_SUM   the product plus the input's part is normalised, not the product alone
 //   IS_EACH  each gate is normalised by itself
@@ -34,8 +34,8 @@ struct Norm<Kind<OPTIONS>> {
   enum { HAS_C = OF_C || IN_STATE, GROUPS = IS_EACH ? int(Kind<OPTIONS>::GATES) : 1 };
 };
 
-// Return the sum of `value` over the lanes of the simdgroup whose numbers have the same remainder, divided by EVERY, as
-// the lane's own. All these lanes get the sum. EVERY: a power of two; with 1 the sum is that of all 32 lanes.
+// Return the sum of `value` over every EVERY-th lane of the simdgroup, among them the calling lane. All these lanes get
+// the sum. EVERY is a power of two; with 1 the function sums over all 32 lanes.
 template <int EVERY>
 float sum_of_every(float value) {
   if constexpr (EVERY == 1) return simd_sum(value);

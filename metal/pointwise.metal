@@ -1,35 +1,42 @@
-// What the forward and the backward whole-sequence kernel in lanes of a cell written by the user share. fused.metal
-// describes their arrays, cell.metal the cell's struct `Own`. mlx_lstm/engines/metal/pointwise.py generates this struct
-// and Lanes<Own>, which has these members:
+// Code that two kernels of a cell written by the user share: the forward and the backward kernel that run all time
+// steps in one launch and divide the work on a unit among lanes. fused.metal describes their arrays, cell.metal the
+// members of the cell's struct `Own`. mlx_lstm/engines/metal/pointwise.py generates this struct and the struct
+// Lanes<Own>, which has these members:
 //   LANES        the adjacent lanes that share a hidden unit: 4, or 1 for a cell without a product
 //   SCATTERS     whether each of the four lanes gets only the recurrent product of one gate (lane k: gate k), in
 //                sums[0]; otherwise all lanes get the products of all gates
 //   NORMALISES   whether the cell has a layer normalisation
 //   TWO_PRODUCTS, slot_block    0, and the block of Wh of the weights in a lane's slot (fused_lanes.metal)
-//   forward, backward   one step of one unit of one batch item, like those of the cell, with `lane` as an additional
-//                first parameter. The lanes of a unit share the work: register j of a lane holds block 4 j + lane of y
-//                and of the gradients d. The unit's states and their gradients are in every lane.
+//   forward, backward   one step of one unit of one batch item, like the functions of the cell, with `lane` as an
+//                additional first parameter. The lanes of a unit share the work: register j of a lane holds number
+//                4 j + lane of the unit's values y and gradients d. Every lane has the unit's states and their
+//                gradients.
 //
-// A block of an array is the numbers of all units for one gate, saved value, gradient, input or state. value_at, store:
-// read and write one number of an array, which may be absent (arrays.metal). place_of<COUNT, H>(at, k, unit): the
-// position of a unit's block k of COUNT blocks (fused.metal).
+// A block of an array holds H numbers, one per unit, for example those of one gate or state. value_at and store read
+// and write one number of an array, which may be absent (arrays.metal). place_of<COUNT, H>(at, k, unit): the position
+// of a unit's number in block k of COUNT blocks (fused.metal).
 //
-// H: hidden units. ROWS: the batch items of a threadgroup. S: the dtype of the arrays. Index: an unsigned type that
-// counts elements. Cell: `Own`, with the numbers of its GATES, of its recurrent PRODUCTS (GATES or 0). Arrays: the
-// struct of all arrays. A, V: types of an array and of a vector of weights. ROW: the vectors of 4 floats in a row of
-// the product's operands, one row per batch item (fused.metal). `Absent` is the type of an array, or of a norm, that
-// the call does not have. SIZE_FOR<N>: N, at least 1, because Metal has no arrays of size 0.
+//   H            the number of hidden units
+//   ROWS         the batch items of a threadgroup
+//   ROW          how many vectors of 4 floats a row of the product's operands has; there is one row per batch item
+//   Cell         the struct `Own`, with its constants GATES and PRODUCTS (gates with a recurrent product: all or none)
+//   Arrays       the struct of all arrays; S: the dtype of the arrays; A: the type of one array
+//   V            the type of a vector of weights
+//   Index        the unsigned type that counts elements
+//   Absent       the type of an array, or of a norm, that the call does not have
+//   SIZE_FOR<N>  the size to declare for an array of N numbers: at least 1, because Metal has no arrays of size 0
 
-// The number of registers that a lane needs if COUNT values of a unit are divided among LANES lanes, at least 1.
+// The number of registers that a lane needs if LANES lanes divide COUNT values of a unit among themselves; at least 1.
 template <int COUNT, int LANES>
 constant constexpr int REGISTERS_OF = SIZE_FOR<(COUNT + LANES - 1) / LANES>;
 
-// Overload for a cell without a recurrent product, which has no weights: return a null pointer, which is never read.
+// Overload for a cell without a recurrent product, which has no weights. Return a null pointer, which nothing reads.
 template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
 
-// Load a lane's part of the COUNT values that an array has for one unit, step and item; the LANES lanes of a unit share
-// these values. values[j] gets value number LANES * j + lane, or the last value if there are fewer, so that no read
-// leaves the array. at: the unit's position in an array with one value per unit. lane: the lane's number in its unit.
+// Load a lane's part of the COUNT values that an array has for one unit at one step of one batch item. The LANES lanes
+// of a unit divide these values among themselves: values[j] gets value number LANES * j + lane, or the last value if
+// there is no such number, so that no read leaves the array. at: the position that the unit has in an array with one
+// value per unit. lane: the lane's number in its unit.
 template <int COUNT, int LANES, int H, class Index, class A>
 void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[REGISTERS_OF<COUNT, LANES>]) {
 #pragma clang loop unroll(full)
@@ -39,9 +46,10 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
   }
 }
 
-// Store a lane's part of the COUNT values that an array has for one unit, step and item; the LANES lanes of a unit
-// share these values. values[j] is value number LANES * j + lane. An array of 0 values is absent, so `store` does
-// nothing. at: the unit's position in an array with one value per unit. lane: the lane's number in its unit.
+// Store a lane's part of the COUNT values that an array has for one unit at one step of one batch item. The LANES lanes
+// of a unit divide these values among themselves: values[j] is value number LANES * j + lane. If COUNT is 0, the array
+// is absent and `store` does nothing. at: the position that the unit has in an array with one value per unit. lane: the
+// lane's number in its unit.
 template <int COUNT, int LANES, int H, class Index, class A>
 void store_blocks(A array, Index at, int lane, int unit, thread const float* values) {
 #pragma clang loop unroll(full)
@@ -50,10 +58,10 @@ void store_blocks(A array, Index at, int lane, int unit, thread const float* val
       store(array, place_of<COUNT, H>(at, LANES * j + lane, unit), values[j]);
 }
 
-// Add up the partial products of a unit's lanes. With SCATTERS each lane gets only the sum of its own gate, in sums[0].
-// In this case sums[n] is on entry a part of the sum of gate n ^ lane (exclusive or). So sums[0] belongs to the lane's
-// own gate, and one shuffle sends a sum to the lane that needs it: simd_shuffle_xor(x, n) returns the x of lane (own ^
-// n). Without SCATTERS all lanes get the sums of all gates.
+// Add up the partial sums of a recurrent product over the lanes of a unit. Without SCATTERS all lanes get the sums of
+// all gates. With SCATTERS lane k gets only the sum of gate k, in sums[0]. Then on entry sums[n] is a part of the sum
+// of gate n ^ lane (exclusive or). So a shuffle sends a part to the lane that needs it: simd_shuffle_xor(x, n) returns
+// the x of the lane whose number is (own number) ^ n.
 template <class Cell, int SIZE>
 void sum_of_own_unit(thread float (&sums)[SIZE]) {
   if constexpr (Lanes<Cell>::SCATTERS != 0) {
@@ -66,77 +74,80 @@ void sum_of_own_unit(thread float (&sums)[SIZE]) {
   }
 }
 
-// Layer normalisation. The kernels call the functions below for every cell. For a cell without a norm they do nothing:
-// the array norm_eps, from which own_norm_of_lane makes what a lane needs, is then `absent`, and each function has an
-// overload for the type Absent. fused_norm_own.metal has the overloads for the other cells, with named parameters.
+// Layer normalisation. The kernels call the functions below for every cell. These are the overloads for a cell without
+// a norm; they do nothing. Such a cell has `absent`, of type Absent, in place of the array norm_eps and of everything
+// that is computed from it, and this type selects them. fused_norm_own.metal has the overloads for cells with a norm.
+// It names the parameters that have no name here.
 
-// Without a norm (the array norm_eps is absent), return `absent` in place of what a lane needs for it. The other
-// parameters are those of the overload in fused_norm_own.metal.
+// Overload for a cell without layer normalisation, which has `absent` in place of the array norm_eps: return `absent`
+// in place of an OwnNormLane, the numbers that a lane needs for the norm. fused_norm_own.metal has the overload for
+// cells with a norm, which names the parameters.
 template <class Cell, int H, class Arrays>
 Absent own_norm_of_lane(Absent, thread const Arrays&, int, int, int, bool, uint, threadgroup float4*) { return absent; }
 
-// own_norm_size returns the size of the threadgroup memory that a norm needs, own_norm_numbers what its backward step
-// reads. Without a norm these are 0 and nothing.
+// Overloads for a cell without layer normalisation. own_norm_size: a norm would need threadgroup memory; return the
+// size 0. own_norm_numbers: the backward step of a norm would read numbers; return `absent` in their place.
 template <class Cell, int H, int ROWS> int own_norm_size(Absent) { return 0; }
 template <int ROWS> Absent own_norm_numbers(Absent) { return absent; }
 
-// Without a norm, leave the sums of the products unchanged. The parameters without a name are those of the overload in
-// fused_norm_own.metal; Absent stands for what a norm needs.
+// Overload for a cell without layer normalisation: leave the sums of the products unchanged. fused_norm_own.metal has
+// the overload for cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS, class Numbers, int SIZE>
 void normalise_gates(Absent, int, thread Numbers (&)[ROWS], thread float (&)[ROWS][SIZE]) {}
 
-// Without a norm, read nothing for it. The parameters without a name are those of the overload in fused_norm_own.metal;
-// Absent stands for what a norm needs.
+// Overload for a cell without layer normalisation: read nothing. fused_norm_own.metal has the overload for cells with a
+// norm, which names the parameters.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_gates(
     thread const Arrays&, thread const Sweep&, int, Index, thread const Index (&)[ROWS], uint, int, int, Absent) {}
 
-// Without a norm, copy nothing: own_products_backward does not need the gradients. The parameters without a name are
-// those of the overload in fused_norm_own.metal; Absent stands for what a norm needs.
+// Overload for a cell without layer normalisation: copy nothing. fused_norm_own.metal has the overload for cells with a
+// norm, which copies gradients for the backward step of the norm.
 template <int SIZE> void keep_gradients(bool, int, thread const float (&)[SIZE], Absent) {}
 
-// Without a norm, do nothing: store_step has stored the gradients of the products. The parameters without a name are
-// those of the overload in fused_norm_own.metal; Absent stands for what a norm needs.
+// Overload for a cell without layer normalisation: do nothing, because store_step has already stored the gradients of
+// the products. fused_norm_own.metal has the overload for cells with a norm, which names the parameters.
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void own_products_backward(
     Absent, Absent, thread const Arrays&, Index, Index, thread const Index (&)[ROWS], int, int, threadgroup float4*) {}
 
 // The functions below compute operations of MLX that Metal lacks, or that Metal computes with a larger error.
 
-// Return the sign of x: 1 or -1; 0 for NaN, and for a zero this zero with its sign, as MLX does.
+// Return the sign of x as MLX does: 1 or -1; 0 for NaN; for a zero the zero itself, with its sign.
 inline float own_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? x : 0.0f; }
 
-// Return the maximum, or NaN if a or b is NaN, as MLX does; Metal's max would return the number.
+// Return the maximum of a and b as MLX does: NaN if one of them is NaN. Metal's max would return the other number.
 inline float own_max(float a, float b) { return a > b || a != a ? a : b; }
 
-// Return the minimum, or NaN if a or b is NaN, as MLX does; Metal's min would return the number.
+// Return the minimum of a and b as MLX does: NaN if one of them is NaN. Metal's min would return the other number.
 inline float own_min(float a, float b) { return a < b || a != a ? a : b; }
 
-// Return log(1 + x) by Kahan's method: the rounding error of u = 1 + x cancels in log(u) x / (u - 1). u - u is not 0
-// for an infinite or NaN u; log(u) is then the result.
+// Return log(1 + x) by Kahan's method, which is accurate for small x, too: the rounding error of u = 1 + x cancels in
+// log(u) x / (u - 1). If u is infinite or NaN (then u - u is not 0), the result is log(u). If u is 1, it is x.
 inline float own_log1p(float x) {
   const float u = 1.0f + x;
   return u == 1.0f || u - u != 0.0f ? (u == 1.0f ? x : log(u)) : log(u) * (x / (u - 1.0f));
 }
 
-// Return exp(x) - 1. Near 0 this difference would lose digits, so a Taylor polynomial replaces it there: its terms are
-// x^k / k! up to k = 6. For |x| < 0.2 the terms left out are less than half a unit in the last place.
+// Return exp(x) - 1. Near 0 the subtraction would lose digits. So for |x| < 0.2 the Taylor polynomial with the terms
+// x^k / k! up to k = 6 is used. There the terms left out are less than half a unit in the last place.
 inline float own_expm1(float x) {
   const float tail = 0.0416666667f + x * (8.33333333e-3f + x * 1.38888889e-3f);
   const float near = x + x * x * (0.5f + x * (0.166666667f + x * tail));
   return x * x < 0.04f ? near : exp(x) - 1.0f;
 }
 
-// Return log(exp(a) + exp(b)) without overflow: the larger number plus log(1 + exp(-distance)), where the distance is
-// most - least. If one of them is infinite or NaN (x - x is then not 0), the larger number, or NaN, is the result.
+// Return log(exp(a) + exp(b)) without overflow: the larger number plus log(1 + exp(least - most)). If one number is
+// infinite or NaN (x - x is then not 0), the result is `most`, which is NaN if a or b is NaN.
 inline float own_logaddexp(float a, float b) {
   const float most = own_max(a, b), least = own_min(a, b);
   return least - least != 0.0f || most - most != 0.0f ? most : most + own_log1p(exp(least - most));
 }
 
-// Return erf(x): a Taylor series up to |x| = 1, then 1 - exp(-x^2) times a continued fraction. (Abramowitz and Stegun,
-// 7.1.5 and 7.1.14.) 12 terms of the series and 28 of the fraction reach the precision of float; 1.128... is 2 /
-// sqrt(pi), 0.564... half of it. near: the series without this factor; far: the fraction, computed from its end.
+// Return the error function of x. For |x| < 1 it is a Taylor series, otherwise 1 - exp(-x^2) times a continued fraction
+// (Abramowitz and Stegun, 7.1.5 and 7.1.14). 12 terms of the series and 28 terms of the fraction reach the precision of
+// float. near: the series without its factor 2 / sqrt(pi) = 1.128...; far: the fraction without its first level 1 / (t
+// + far), computed from its end. The fraction has the factor 1 / sqrt(pi) = 0.564...
 inline float own_erf(float x) {
   const float s = x * x, t = fabs(x);
   float near = 0.0f, term = 1.0f, far = 0.0f;

@@ -1,50 +1,62 @@
-// The backward pass of a cell written by the user, over all time steps in one launch, with the product in lanes.
+// The backward pass of a cell written by the user, over all time steps in one launch. The lanes of a simdgroup share
+// the recurrent product.
 //
-// A preactivation is a recurrent part plus an input part. Arrays of the backward pass; the letters count blocks of H
-// numbers, one per hidden unit: G gates, C states besides h, U inputs, V parameters, M gradients. T: time steps, B:
-// batch items, D: directions, ".": the launch's time steps.
-//   dh [T, B, D H], dc [T, B, D C H] float, dhT, dcT    cotangents: the gradients that the caller gives for the outputs
-//   gates    the numbers that the forward pass saved      h, c  its states after each step
-//   h0, c0, inputs, params, mask, keep, lengths    its inputs
-//   dz       [., B, D M H]  gradients of all recurrent parts; then, for the gates in which the input part has a
-//            different gradient, the gradients of the input parts
-//   du       [., B, D U H]  gradients of the inputs of each step
-//   dw       [groups, D V H] float: gradients of the parameters, summed over the steps and items of a threadgroup
-//   carry    [., B, D N H] float or absent: the parts of the gradients of keep * state that bypass the product, of N
-//            states: of h and the C states of c, or only of c if h has no such part
-//   dh0, dc0 gradients of the first states
-// `vectors` in threadgroup memory holds the gradients d of a step's recurrent products, which the product with Wh
-// reads: a double buffer [2][ROWS][padded G H]. One barrier per step separates writing the gradients from the product.
+// A preactivation is a recurrent part plus an input part. The arrays of the backward pass are (the letters G, C, U, V
+// and M count numbers per unit: gates, states besides h, inputs, parameters, gradients; T: time steps, B: batch items,
+// D: directions, ".": the launch's time steps):
+//   dh [T, B, D H], dc [T, B, D C H] float, dhT, dcT   the cotangents: the gradients that the caller gives for outputs
+//   gates        the numbers that the forward pass saved
+//   h, c         the states after each step
+//   h0, c0, inputs, params, mask, keep, lengths   the inputs of the forward pass
+//   dz           [., B, D M H]: the gradients of all recurrent parts; then the gradients of the input parts, for those
+//                gates in which they differ
+//   du           [., B, D U H]: the gradients of the inputs of each step
+//   dw           [groups, D V H] float: the gradients of the parameters, summed over the steps and items of a
+//                threadgroup
+//   carry        [., B, D N H] float or absent: the gradients of keep * state without the part that goes through the
+//                product, for N states: those in c, and h if it has such a gradient
+//   dh0, dc0     the gradients of the first states
+// `vectors` in threadgroup memory holds the gradients d of a step's recurrent products, the operand of the product with
+// Wh, in a double buffer [2][ROWS][padded G H]. One barrier per step separates writing them from the product that reads
+// them.
 //
-//   Cell     the generated struct (cell.metal): PRODUCTS (P: G or 0), CARRIED is C, INPUTS U, SUMMED V, GRADIENTS M,
-//            KEPT saved numbers. CARRIES is N, FIRST_CARRY the first of these states (0: h). SIZE_FOR<N>: N, at least 1
-//   Lanes<Cell> (pointwise.metal)   LANES lanes share a unit: register j of a lane has block LANES j + lane of an
-//            array, REGISTERS_OF<N, LANES> registers hold N blocks; all lanes have the states and their gradients
-//   ROWS, UNITS, GROUP   the batch items of a threadgroup; LANES * UNITS = GROUP lanes share the product of UNITS units
-//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
-//   now, item   a step's position in an array [T, B, D H]; the unit's positions in an array [B, D H], one per batch
-//               item
-//   a, S, Index, Sweep   the struct of all arrays; their dtype; the type that counts elements; what a launch processes
+//   Cell         the generated struct of the cell (cell.metal): P = PRODUCTS (G or 0), C = CARRIED, U = INPUTS, V =
+//                SUMMED, M = GRADIENTS, and KEPT numbers that the forward pass saved
+//   CARRIES, FIRST_CARRY   N, and the first of these N states: 0 is h
+//   Lanes<Cell>  how LANES adjacent lanes share a unit (pointwise.metal): register j of a lane has number LANES j +
+//                lane of the unit's numbers in an array. All lanes have the unit's states and their gradients
+//   REGISTERS_OF<N, LANES>   how many registers a lane needs for its part of N numbers
+//   ROWS         the batch items of a threadgroup, counted by r
+//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
+//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
+//   ROW          how many vectors of 4 floats the operand of one item has
+//   item         the unit's positions in an array [B, D H], one per batch item
+//   SIZE_FOR<N>  the size to declare for an array of N numbers, at least 1
+//   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
+//   Sweep        what a launch processes (fused.metal)
 
-// What a lane reads at a step, for one unit of one batch item: its part of the values that the forward pass saved, the
-// inputs of the step, the states before it, the cotangents of all states (`outside`), and the factors `keep` (on all
-// states before the step) and `mask` (on h in the recurrent product). In before and outside number 0 belongs to h. If
-// an array is absent, its cotangent is 0 and its factor is 1.
+// The numbers that a lane reads at one backward step, for one unit of one batch item. saved: its part of the values
+// that the forward pass saved. inputs: the inputs of the step. before: the states before the step. outside: the
+// cotangents of the states (the gradients that the caller gives for them). keep, mask: the factors on all states before
+// the step, and on h in the recurrent product. In before and outside number 0 belongs to h. If the call does not have
+// an array, its cotangent is 0 or its factor is 1.
 template <class Cell>
 struct BackwardNumbers {
   float saved[REGISTERS_OF<Cell::KEPT, Lanes<Cell>::LANES>], inputs[SIZE_FOR<Cell::INPUTS>];
   float before[Cell::CARRIED + 1], outside[Cell::CARRIED + 1], keep, mask;
 };
 
-// Read the numbers of step n, for ROWS batch items. now: the step's position in an array [T, B, D H]. item: the unit's
-// positions in an array [B, D H]. group: the threadgroup's number. lane: the lane's number in its unit.
+// Read the numbers that a lane needs at backward step n, for ROWS batch items. now: the step's position in an array [T,
+// B, D H]. item: the unit's positions in an array [B, D H], one per batch item. group: the threadgroup's number along
+// the batch. lane: the lane's number in its unit.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
     int lane, int unit, thread BackwardNumbers<Cell> (&numbers)[ROWS]) {
   constexpr int C = Cell::CARRIED;
   const Index step = Index(time_step(sweep, 1, H));
-  // Step 0 has no step before it. Then read any valid numbers; use_first_states replaces them.
+  // At step 0 there is no step before it. Then the address must only be valid, because use_first_states replaces the
+  // numbers that are read there.
   const Index previous = n == 0 ? now : sweep.reverse ? now + step : now - step;
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
@@ -60,26 +72,27 @@ void read_numbers(
   }
 }
 
-// At an item's first step, set the states before the step to h0 and c0. n: the step. item: the unit's position in an
-// array [B, D H]. length: the item's number of steps.
+// If step n is the first step of its batch item, set the states before the step to h0 and c0. item: the unit's position
+// in an array [B, D H]. length: the item's number of steps.
 template <class Cell, int H, class Index, class Arrays>
 void use_first_states(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index item, int length, int unit,
     thread float (&before)[Cell::CARRIED + 1]) {
-  // In reverse an item's first step is at its own last time index, which depends on its length. A shorter item has
-  // ended at n = 0, where its results are not used.
+  // In a reverse direction the first step of an item is at its last time index, which depends on its length. For a
+  // shorter item n = 0 is past its end, so it does not matter that the states are set there, too.
   const bool last_index = is_present(a.lengths) && sweep.reverse && time_of(sweep, n) + 1 == length;
   if (n != 0 && !last_index) return;
   before[0] = value_at(a.h0, item, 0.0f);
   load_all<Cell::CARRIED, H>(a.c0, item, unit, before, 1);
 }
 
-// Store the results of one step of a batch item, or zeros if the item has ended: d (the gradients of the
-// preactivations), du (of the inputs) and the array carry (`back`, of the states). at: the unit's position in an array
-// [steps, B, D H]. Also store the gradients of the recurrent products in `operand`, a row of threadgroup memory that
-// the product with Wh reads; with a norm own_products_backward does this. They are the first PRODUCTS blocks of d; 0:
-// `operand` is the row of this item. d is rounded to the dtype S first, so that dh is computed from the dz that the
-// caller gets. The lanes share d, but all have du and `back`, which lane 0 writes. real: whether the lane has a unit.
+// Store the results of one backward step of a batch item, or zeros if the item has ended (not `live`): the gradients d
+// of the preactivations, du of the inputs and `back` of the states (in the array carry). at: the unit's position in an
+// array [steps, B, D H]. d is rounded to the dtype S first, so that dh is computed from the same dz that the caller
+// gets. The first PRODUCTS numbers of d are the gradients of the recurrent products. They are also written to
+// `operand`, the item's row of threadgroup memory that the product with Wh reads; with a norm own_products_backward
+// does this. The lanes of a unit divide d among themselves, but all have du and `back`, which lane 0 writes. real:
+// whether the lane has a unit.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,
@@ -104,9 +117,10 @@ void store_step(
     store(a.carry, place_of<CARRIES<Cell>, H>(at, k, unit), live ? back[FIRST_CARRY<Cell> + k] : 0.0f);
 }
 
-// After the last processed step, store the gradients of the first states (ds: dh0, dc0) and of the parameters (dw).
-// group: the threadgroup's number, which is the first axis of the array dw. writes: whether the lane is the one that
-// writes. dh0 always exists; `store` does nothing if an array is absent.
+// Store the results of a backward launch: ds, the gradients of the first states, into dh0 and dc0, and the gradients dw
+// of the parameters. item: the unit's positions in an array [B, D H], one per batch item. group: the threadgroup's
+// number, which is the position on the first axis of the array dw. writes: whether the lane is the one of its unit that
+// writes. dh0 always exists; `store` does nothing if another array is absent.
 template <class Cell, int H, int ROWS, class S, class Index, class Arrays>
 void store_ends(
     thread const Arrays& a, thread const Sweep& sweep, thread const Index (&item)[ROWS], uint group, bool writes,
@@ -123,22 +137,23 @@ void store_ends(
   for (int k = 0; k < Cell::SUMMED; ++k) store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dw[k]);
 }
 
-// Return the sum of a lane's own unit, from the partial sums of the UNITS units of a group, as add_product computed
-// them. 1, 1: the backward product has one sum per unit, and its bit in the set of wanted sums is 1.
+// Return the whole sum of the lane's own unit. sums: the lane's partial sums of the UNITS units whose product the lanes
+// share, from add_product. The arguments 1, 1 of sum_over_units: a unit has one sum, not one per gate, and its bit in
+// the set of wanted sums is 1.
 template <int UNITS, int LANES>
 float sum_of_unit(thread float (&sums)[UNITS]) {
   sum_over_units<UNITS, 1, 1, LANES>(sums);
   return sum_over_lanes<LANES>(sums[0]);
 }
 
-// Run the backward pass. A threadgroup computes ROWS items. If fewer are left, the last item is computed several times;
-// the repetitions are left out of the sum dw, which would count the item more than once. group: the threadgroup's
-// number along the batch, and the direction. index: the thread's number among `threads`. s: the lane's number in its
-// group; lane: in its unit. own: its unit; real: whether there is such a unit (always if the units fill whole
-// simdgroups: then the compiler drops the comparison with H). ds: the gradients of the states from later steps. now:
-// the states after the step. back: the gradients of the states after the step, then of those before it. w, dw: the
-// parameters and their gradients. ND, V, U: the sizes of d, dw and du. norm, of_norm: what a lane needs for layer
-// normalisation (fused_norm_own.metal). HALF: the vectors of a half of the double buffer.
+// Run the backward pass. A threadgroup computes ROWS items. If fewer are left, it computes the last item several times,
+// but adds it to the sum dw only once. group: the threadgroup's number along the batch, and the direction. index: the
+// thread's number among `threads`. s: the lane's number among the GROUP lanes that share a product; lane: its number in
+// its unit. own: its unit. real: whether there is such a unit; if the units fill whole simdgroups, there always is one,
+// and the compiler drops the comparison with H. ds: the gradients of the states from later steps. now: the states after
+// the step. back: at first the gradients of the states after the step, then those of the states before it. w, dw: the
+// parameters and their gradients. ND, V, U: the sizes of d, dw and du. norm, of_norm: the numbers that a lane needs for
+// layer normalisation (fused_norm_own.metal). HALF: how many vectors a half of the double buffer has.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
@@ -167,7 +182,7 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
     load_states<Cell, H>(a.dhT, a.dcT, item[r], unit, ds[r]);
     load_states<Cell, H>(a.h, a.c, Index(t) * step + item[r], unit, now[r]);
   }
-  if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from d of the units
+  if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from the first d
   Index now_at = Index(time_of(sweep, sweep.stop - 1)) * step;  // the step's position in an array [T, B, D H]
   const Index next_now = sweep.reverse ? step : -step;  // Index is unsigned: adding a negative distance wraps around
   const auto norm =
@@ -201,10 +216,10 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
       mask[r] = mine.mask;
     }
     own_products_backward<Cell, H, ROW, S>(norm, of_norm, a, now_at, earlier, item, lane, unit, current);
-    if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product
+    if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of d from the product
     if (n > sweep.start) now_at += next_now;
-    // Read the next step's numbers before the product, so that they arrive while the product is computed. The last step
-    // reads its own numbers again.
+    // Read the numbers of the next step before the product, so that they arrive while the product is computed. The
+    // launch's last step reads its own numbers again.
     read_numbers<Cell, H>(a, sweep, max(n - 1, sweep.start), now_at, item, group.x, lane, unit, numbers);
     read_gates<Cell, H>(a, sweep, max(n - 1, sweep.start), now_at, item, group.x, lane, unit, of_norm);
     if constexpr (P > 0) {

@@ -1,45 +1,50 @@
-// The forward pass of a cell written by the user, over all time steps in one launch, with the product in lanes.
-// `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H]. If the
-// cell has a recurrent product, one barrier per step separates writing h from the next product, which reads h.
+// The forward pass of a cell written by the user, over all time steps in one launch. The lanes of a simdgroup share the
+// recurrent product. `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer
+// [2][ROWS][padded H]. If the cell has a recurrent product, one barrier per step separates writing h from the next
+// product, which reads h.
 //
-//   T, B, D, H  time steps, batch items, directions, hidden units. ROWS of the batch items belong to a threadgroup; r
-//               counts them
-//   Cell        the generated struct of the cell (cell.metal). It has GATES preactivations, PRODUCTS (P) of which have
-//               a recurrent product (all or none), CARRIED (C) states besides h, INPUTS of a step, SUMMED parameters,
-//               and KEPT numbers per unit that the backward pass reads
-//   Lanes<Cell> (pointwise.metal)   says how LANES adjacent lanes share a unit: register j of a lane has block LANES j
-//               + lane of an array's blocks, and all lanes have the unit's states. REGISTERS_OF<N, LANES>: the
-//               registers that a lane needs for its part of N values
-//   UNITS, GROUP   LANES * UNITS = GROUP lanes share the product of UNITS units
-//   RUNS, ROW   runs of 4 numbers of an operand that a lane multiplies; vectors of 4 floats of one item's operand
-//   resident, streamed   the lane's first RESIDENT weight vectors, in registers; the others, read at every step
-//   z           [T, B, D GATES H]: the input's part of the preactivations. gates: the KEPT numbers
-//   h, c        the states after each step; c [T, B, D C H] float has all but h. h0, c0, hT, cT: the first, the last
-//               ones
-//   mask, keep  factors: on h in the recurrent product; on all states before a step. 1 if the call does not have them
-//   lengths     the steps of each item; past its end an item is not `live`
-//   load_all, load_blocks, store_blocks   all blocks of a unit, or the lane's part of them (fused.metal,
-//               pointwise.metal)
-//   Sweep, number_at   what a launch processes; a float of threadgroup memory (fused.metal)
-//   SIZE_FOR<N>: N, at least 1. a, S, V, Index: the struct of all arrays, their dtype, a vector of weights, the type
-//               that counts elements
+//   T, B, D, H   time steps, batch items, directions, hidden units
+//   ROWS         the batch items of a threadgroup, counted by r
+//   Cell         the generated struct of the cell (cell.metal). It has GATES preactivations, of which P = PRODUCTS (all
+//                or none) have a recurrent product; C = CARRIED states besides h; INPUTS of a step; SUMMED parameters;
+//                and KEPT numbers per unit that the backward pass reads
+//   Lanes<Cell>  how LANES adjacent lanes share a unit (pointwise.metal): register j of a lane has number LANES j +
+//                lane of the unit's numbers in an array. All lanes have the unit's states
+//   REGISTERS_OF<N, LANES>   how many registers a lane needs for its part of N numbers
+//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
+//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
+//   ROW          how many vectors of 4 floats the operand of one item has
+//   resident     the lane's first RESIDENT weight vectors, in registers
+//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step
+//   z            the input's part of the preactivations, [T, B, D GATES H]
+//   gates        the KEPT numbers of all units, if the call wants them
+//   h, c         the states after each step: h [T, B, D H], and the other states in c [T, B, D C H] (float)
+//   h0, c0, hT, cT   the states before the first step and after the last one
+//   mask, keep   the factor on h in the recurrent product; the factor on all states before a step
+//   lengths      the steps of each item; past its end an item is not `live`
+//   load_all     loads all numbers of a unit; load_blocks, store_blocks: load and store the lane's part of them
+//   Sweep        what a launch processes (fused.metal)
+//   SIZE_FOR<N>  the size to declare for an array of N numbers, at least 1
+//   a, S         the struct of all arrays; the dtype of the arrays
+//   V, Index     the type of a vector of weights; the type that counts elements
 
-// What a lane reads at a step, for one unit of one batch item: its part of z, the inputs of the step, `keep` of this
-// step, and the mask of the next step, because this step writes h times that mask, for the product of the next step.
+// The numbers that a lane reads at one forward step, for one unit of one batch item: its part of z, the inputs of the
+// step, `keep` of this step, and the mask of the next step, because this step writes its new h times that mask for the
+// next product.
 template <class Cell>
 struct ForwardNumbers {
   float z[REGISTERS_OF<Cell::GATES, Lanes<Cell>::LANES>], inputs[SIZE_FOR<Cell::INPUTS>], keep, mask;
 };
 
-// Read the numbers of step n for batch item b. now: the step's position in an array [T, B, D H]. item: the unit's
-// position in an array [B, D H]; now + item is that of the unit at this step. lane: the lane's number in its unit.
-// time_step: the number of elements of one time index; the mask has one time index only if all steps share it.
-// load_all's 0: into `inputs` from its beginning.
+// Read the numbers that a lane needs at step n for batch item b. now: the step's position in an array [T, B, D H].
+// item: the unit's position in an array [B, D H]; now + item is the unit's position at this step. lane: the lane's
+// number in its unit. If all steps share one mask, the array of masks has only one time index. The last argument of
+// load_all, 0, is the first element of `inputs` to be set.
 template <class Cell, int H, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, int b, Index item, int lane, int unit,
     thread ForwardNumbers<Cell>& numbers) {
-  // The last step has no next step. It reads its own mask again, which nobody uses.
+  // The launch's last step has no next step. It reads its own mask again, which is not used.
   const int next = time_of(sweep, min(n + 1, sweep.stop - 1));
   load_blocks<Cell::GATES, Lanes<Cell>::LANES, H>(a.z, now + item, lane, unit, numbers.z);
   load_all<Cell::INPUTS, H>(a.inputs, now + item, unit, numbers.inputs, 0);
@@ -47,9 +52,9 @@ void read_numbers(
   numbers.mask = value_at(a.mask, (sweep.masks_differ ? Index(next) * Index(time_step(sweep, 1, H)) : 0) + item, 1.0f);
 }
 
-// Store the outputs of one step, or zeros if the item has ended (not `live`). at: the unit's position in an array
-// [steps, B, D H] of the launch's own steps. s: the states after the step, h first. y: the lane's part of the values
-// that the backward pass reads. All lanes of the unit have the states; the last one writes them.
+// Store the outputs of one forward step, or zeros if the batch item has ended (not `live`). at: the unit's position in
+// an array [steps, B, D H] with the steps of this launch. s: the states after the step, h first. y: the lane's part of
+// the values that the backward pass reads. All lanes of the unit have the states; the last lane writes them.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_outputs(
     thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::CARRIED + 1],
@@ -64,10 +69,11 @@ void store_outputs(
   for (int k = 0; k < C; ++k) store(a.c, place_of<C, H>(at, k, unit), live ? s[k + 1] : 0.0f);
 }
 
-// Compute the recurrent products of ROWS batch items. On return sums[r] has those of the lane's own unit, as
-// sum_of_own_unit leaves them. P: how many gates have a product; ALL: one bit for each of them, as all are needed.
-// resident, streamed: the lane's weight vectors in registers and in memory. x: the operand in threadgroup memory, from
-// the lane's first run on. In add_product 0 is the lane's first weight vector, P the sums of a unit.
+// Compute the recurrent products of ROWS batch items. On return sums[r] has the products of the lane's own unit: those
+// of all gates or, with SCATTERS, that of one gate in sums[r][0]. P: how many gates have a product; ALL: one bit for
+// each of them, because all are needed. resident, streamed: the lane's weight vectors in registers and in memory. x:
+// the operand in threadgroup memory, from the first number that this lane multiplies. In the call of add_product, 0 is
+// the lane's first weight vector, and P the number of sums per unit.
 template <class Cell, int UNITS, int RUNS, int RESIDENT, int ROWS, int SIZE, class V>
 void products_of_unit(
     thread const V* resident, const device V* streamed, threadgroup const float4* x, thread float (&sums)[ROWS][SIZE]) {
@@ -80,13 +86,14 @@ void products_of_unit(
   }
 }
 
-// Run the forward pass. Past an item's end outputs are 0 and the states stay. They are selected, not multiplied,
-// because the new states may be NaN there. group: the threadgroup's number along the batch, and the direction. index:
-// the thread's number among `threads`. s: the lane's number in its group; lane: in its unit. own: its unit. real:
-// whether there is such a unit (always if the units fill whole simdgroups: then the compiler drops the comparison with
-// H). writes: whether the lane is the one that writes the unit's states. HALF: the vectors of a half of the double
-// buffer. w: the parameters. norm: what a lane needs for layer normalisation (fused_norm_own.metal). If fewer than ROWS
-// items are left, the last one is computed several times, with the same results.
+// Run the forward pass. Past an item's end outputs are 0 and the states stay unchanged. The kernel selects these values
+// with conditions instead of multiplying by 0, because the new states may be NaN there. If fewer than ROWS items are
+// left, the last one is computed several times, with the same results. group: the threadgroup's number along the batch,
+// and the direction. index: the thread's number among `threads`. s: the lane's number among the GROUP lanes that share
+// a product; lane: its number in its unit. own: its unit. real: whether there is such a unit; if the units fill whole
+// simdgroups, there always is one, and the compiler drops the comparison with H. writes: whether the lane is the one
+// that writes the unit's states. HALF: how many vectors a half of the double buffer has. w: the parameters. norm: the
+// numbers that a lane needs for layer normalisation (fused_norm_own.metal).
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
@@ -96,7 +103,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
   read_sizes(a.sizes, group.y, sweep);
   const int s = int(index) % GROUP, lane = s % LANES, own = int(index) / LANES;
   const bool real = H % (32 / LANES) == 0 || own < H, writes = real && lane == LANES - 1;
-  const int unit = real ? own : 0;  // padding lanes read the numbers of unit 0
+  const int unit = real ? own : 0;  // lanes without a unit read the numbers of unit 0
   const int place = place_in_row<Share::SPAN, GROUP>(own);  // of this unit's h in a row of `vectors`
   const device V* streamed = vectors_of_lane<Share::COUNT, V>(a.arranged, sweep.direction, index, threads);
   V resident[RESIDENT == 0 ? 1 : RESIDENT];
@@ -104,7 +111,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
   const auto norm =
       own_norm_of_lane<Cell, H>(a.norm_eps, a, sweep.direction, lane, unit, real, index, vectors + 2 * HALF);
   fill_with_zeros(vectors, 2 * HALF + own_norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
-  if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from the units' own h
+  if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from the first h
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   Index item[ROWS];  // the unit's position in an array [B, D H]
   float state[ROWS][C + 1], w[SIZE_FOR<Cell::SUMMED>];
@@ -148,14 +155,14 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
 #pragma clang loop unroll(full)
       for (int j = 0; j < REGISTERS_OF<Cell::GATES, LANES>; ++j) y[j] = numbers[r].z[j];
       Lanes<Cell>::forward(lane, w, numbers[r].inputs, sums[r], next, y);
-      // round h to the dtype of the arrays, so that the next step reads the h that the caller gets
+      // Round h to the dtype of the arrays, so that the next step reads the same h that the caller gets.
       next[0] = float(S(next[0]));
 #pragma clang loop unroll(full)
       for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
       if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now + (item[r] - earlier), next, y);
       if (P > 0 && writes) number_at(after, r * ROW, place) = state[r][0] * numbers[r].mask;
     }
-    if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates new h from the next product
+    if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the new h from the next product
     now += next_now;
     streamed += opaque_zero(sweep);
   }

@@ -1,4 +1,4 @@
-// Quantized weights as mx.quantize packs them, and the numbers that a product multiplies in their place.
+// Quantized weights in the format of mx.quantize, and the numbers that a product multiplies in their place.
 //
 //   BITS     the bits of a weight      K   the weights of a row
 //   GROUP    how many neighbouring weights of a row share a scale and, in mode affine, a bias: a quantization group
@@ -13,13 +13,15 @@
 //            its type only
 //   half     a float of 16 bits: 1 sign bit, 5 exponent bits (with an offset of 15), 10 mantissa bits
 //
-// A product of quantized weights w and numbers x does not compute w. A shift and a few masks turn the bits of two
-// weights at once into two halves v, without rounding. If q is an integer, v = 2^BITS + q. If q is a small float, v = q
-// / FACTOR with a constant FACTOR. Scale and bias are applied once per group:
+// A product of quantized weights w and numbers x never computes w. A shift and a few masks turn the bits of two weights
+// at once into two halves v, without rounding. If q is an integer, v = 2^BITS + q. If q is a small float, v = q /
+// FACTOR with a constant FACTOR. The product adds up v x over a quantization group, then applies scale and bias once
+// per group:
 //   affine:  sum of w x = scale * (sum of v x - 2^BITS * sum of x) + bias * sum of x
 //   others:  sum of w x = scale * FACTOR * sum of v x
 
-// A matrix of quantized weights. A: the type of the array of scales. B: that of biases, Absent in modes without.
+// A matrix of quantized weights. A: the type of the array of scales. B: the type of the array of biases, Absent in
+// modes without biases.
 template <int BITS, int GROUP, class A, class B>
 struct Packed {
   const device uint* words;
@@ -27,28 +29,29 @@ struct Packed {
   B biases;
 };
 
-// Return a matrix of quantized weights, made of its three arrays. The generated source of a kernel calls this.
+// Return a matrix of quantized weights from its three arrays. The generated source of a kernel calls this function.
 template <int BITS, int GROUP, class W, class A, class B>
 Packed<BITS, GROUP, A, B> packed_weights(W words, A scales, B biases) { return {words, scales, biases}; }
 
-// A small float has 1 sign bit, then 2 exponent bits and 1 mantissa bit (BITS = 4), or 4 exponent bits and 3 mantissa
-// bits (BITS = 8). MANTISSA: its mantissa bits. To make a half of it, the exponent becomes the lowest bits of the
-// half's exponent, and the mantissa the highest bits of the half's mantissa. The half then is the value divided by
-// FACTOR, because the exponents have different offsets: 15 in a half, 1 (BITS = 4) or 7 (BITS = 8) in a small float.
-// FACTOR is 2 to the power of the difference.
+// The format of a small float: 1 sign bit, then 2 exponent bits and 1 mantissa bit (BITS = 4), or 4 exponent bits and 3
+// mantissa bits (BITS = 8). MANTISSA: the number of its mantissa bits. A half is made of it by copying bits: the
+// exponent becomes the lowest bits of the half's exponent, and the mantissa the highest bits of the half's mantissa.
+// The half is the small float divided by FACTOR, because the exponents have different offsets: 15 in a half, 1 (BITS =
+// 4) or 7 (BITS = 8) in a small float. FACTOR is 2 to the power of the difference of the offsets.
 template <int BITS> constant constexpr int MANTISSA = BITS == 4 ? 1 : 3;
 template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256.0f;
 
-// Shift the bits to the left, or to the right if `left` is negative. (C++ has no shift by a negative number.)
+// Shift the bits by `left` to the left, or by -left to the right if `left` is negative. (In C++ a shift by a negative
+// number is undefined.)
 inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
 
 // Convert two quantized weights at once: return two halves in one 32-bit word. `word` holds the BITS bits of one weight
 // from bit `first` of its lower 16 bits on, and those of the other from bit `first` of its upper 16 bits on.
-//   with_exponents      for integers q that are at the top of the mantissas already: set the exponents to that of
-//       2^BITS, which gives 2^BITS + q
-//   halves_of(.., B)    integers: move q to the top of the mantissas, then the same
-//   halves_of(.., Absent)   small floats: one shift moves exponent and mantissa, another one the sign, which lies
-//       elsewhere in a half. Each result is the small float / FACTOR
+//   with_exponents          for integers q that are already at the top of the mantissas: set both exponents to the
+//                           exponent of 2^BITS, which gives 2^BITS + q
+//   halves_of(.., B)        for integers q: move q to the top of the mantissas, then call with_exponents
+//   halves_of(.., Absent)   for small floats: one shift moves exponent and mantissa, another shift the sign, which has
+//                           another distance. Each result is the small float / FACTOR
 template <int BITS> uint with_exponents(uint bits) {
   constexpr uint MASK = ((1u << BITS) - 1) << (10 - BITS), EXPONENT = (15 + BITS) << 10;
   return (bits & (MASK << 16 | MASK)) | (EXPONENT << 16 | EXPONENT);
@@ -62,11 +65,11 @@ template <int BITS> uint halves_of(uint word, int first, Absent) {
   return (shifted(word, LOWEST - first) & (MASK << 16 | MASK)) | (shifted(word, 16 - BITS - first) & 0x80008000u);
 }
 
-// Return v, the number that a product uses in place of weight e of `words`: 2^BITS + q if q is an integer, q / FACTOR
-// if q is a small float. If BITS divides 16, one call of halves_of converts two weights, one in the lower and one in
-// the upper half of a word. The function makes the same call for both; in an unrolled loop the compiler computes it
-// once. For other BITS, which only integers have, each weight is converted alone: its bits may continue in the next
-// word.
+// Return the number that a product multiplies in place of weight e of `words`. With q, the number that the bits of the
+// weight stand for, it is 2^BITS + q if q is an integer, and q / FACTOR if q is a small float. If BITS divides 16, one
+// call of halves_of converts two weights, one in the lower and one in the upper half of a word. The function makes the
+// same call for both weights; in an unrolled loop the compiler computes it once. For other BITS, which only integers
+// have, each weight is converted alone, because its bits may continue in the next word.
 template <int BITS, int WORDS, class B>
 float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   const int word = BITS * e / 32, first = BITS * e % 32;
@@ -75,15 +78,16 @@ float number_at(thread const uint (&words)[WORDS], int e, B biases) {
     return float(first < 16 ? two.x : two.y);
   } else {
     uint bits = shifted(words[word], 10 - BITS - first);
-    // The bits of the next word follow 32 bits later, so they are shifted by 32 more.
+    // The bits of the next word follow 32 bits later, so their shift is larger by 32.
     if (first + BITS > 32) bits |= words[word + 1] << (42 - BITS - first);
     return float(as_type<half2>(with_exponents<BITS>(bits)).x);
   }
 }
 
-// Return the sum of w x over the weights w of one quantization group. product: the sum of v x, with v = number_at(...).
-// x_sum: the sum of x; it subtracts the 2^BITS that v contains, and adds the bias. scale, bias: those of the group. The
-// last parameter, the array of biases, is read for its type: Absent for small floats.
+// Return the sum of w x over the weights w of one quantization group. product: the sum of v x, where v is what
+// number_at returns for a weight. x_sum: the sum of x. It is needed to subtract the 2^BITS that v contains, and for the
+// bias. scale, bias: scale and bias of the group. The last parameter, the array of biases, is there for its type:
+// Absent for small floats.
 template <int BITS> float of_group(float product, float, float scale, float, Absent) {
   return scale * (FACTOR<BITS> * product);
 }
@@ -91,25 +95,26 @@ template <int BITS, class B> float of_group(float product, float x_sum, float sc
   return scale * (product - float(1 << BITS) * x_sum) + bias * x_sum;
 }
 
-// Return the value of a small float of `exponent` exponent bits and `mantissa` mantissa bits, computed through a half.
-// Its sign bit is the highest. The factor, 2^14 or 2^8, makes up for the exponent offset of a half (15), which is 1 or
-// 7 in the small float.
+// Return the value of a small float, whose bits are a sign bit, `exponent` exponent bits and `mantissa` mantissa bits.
+// Its exponent and mantissa are copied into a half (16-bit float). The factor 2^14 or 2^8 corrects the exponent's
+// offset, which is 15 in a half, but 1 or 7 in the small float.
 inline float small_float(uint bits, int exponent, int mantissa) {
   const uint magnitude = bits & ((1u << (exponent + mantissa)) - 1);
   const float value = float(as_type<half>(ushort(magnitude << (10 - mantissa)))) * (exponent == 2 ? 16384.0f : 256.0f);
   return bits >> (exponent + mantissa) & 1 ? -value : value;
 }
 
-// Return a scale as a float. If GROUP is 16, its 8 bits are a small float with 4 exponent bits and 3 mantissa bits. If
-// GROUP is 32, they are the exponent of a power of two, with the offset of a float, whose exponent begins at bit 23.
-// Exponent 0 means 2^-127, a denormal float with the bits 0x400000. Scales of mode affine are floats (second overload).
+// Return a scale as a float. If GROUP is 16, the 8 bits of a scale are a small float with 4 exponent bits and 3
+// mantissa bits. If GROUP is 32, they are the exponent field of a float that is a power of two; this field begins at
+// bit 23. Exponent 0 means 2^-127, a denormal float with the bits 0x400000. In mode affine scales are floats already
+// (second overload).
 template <int GROUP> float scale_of(uchar bits) {
   return GROUP == 16 ? small_float(bits, 4, 3) : as_type<float>(bits == 0 ? 0x400000u : uint(bits) << 23);
 }
 template <int GROUP, class S> float scale_of(S scale) { return float(scale); }
 
-// Return q, a weight without its scale and bias. number: the result of number_at, which is 2^BITS + q for an integer q,
-// or q / FACTOR for a small float. The last parameter, the array of biases, is read for its type: Absent for small
-// floats.
+// Return q, the number that the bits of a weight stand for, without scale and bias. number: the result of number_at,
+// which is 2^BITS + q for an integer q, or q / FACTOR for a small float q. The last parameter, the array of biases, is
+// there for its type: Absent for small floats.
 template <int BITS> float value_of(float number, Absent) { return FACTOR<BITS> * number; }
 template <int BITS, class B> float value_of(float number, B) { return number - float(1 << BITS); }

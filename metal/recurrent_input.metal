@@ -1,22 +1,23 @@
-// Before the steps of a backward pass, compute h_in: what the recurrent product multiplied with Wh at each step, mask *
-// h_prev, where h_prev is h of the step before in processing order, or h0 at an item's first step. The gradient of Wh
-// is then one product over all steps. Past an item's end h_in is 0.
+// Compute h_in, the vectors that were multiplied with Wh at all steps: mask * h_prev, where h_prev is h of the step
+// processed before, or h0 at an item's first step. Past an item's end h_in is 0. The kernel runs before the steps of a
+// backward pass. With h_in the gradient of Wh is one product over all steps.
 //
-// The kernel also writes two arrays for other gradients. `ones` has a 1 per row: multiplied with it, rows are added up,
-// for the gradients of biases. `x_in` is x with 0 past an item's end, because NaN there, times a gradient of 0, would
-// still spoil the gradient of Wx.
+// The kernel also writes two arrays for other gradients. `ones` has a 1 for each time and item: a product with it sums
+// over times and items, for the gradients of biases. `x_in` is x, but 0 past an item's end. If x were NaN there, its
+// product with a gradient of 0 would still be NaN and spoil the gradient of Wx.
 //
 //   h     [T, B, D H]         h0  [B, D H]               lengths  [B]: the steps of each item
 //   mask  [T or 1, B, D H]    h_in  [D, T, B, H], output  ones  [T, B], output, may be absent
 //   x, x_in  [T, B, I], input and output, may be absent
 //   sizes  T; B; D; H; 1 if the only direction is the reverse one; 1 if each step has its own mask; I, or 0 without x
 //
-// T steps, B batch items, D directions, H the width of h, I that of x, S the dtype of the arrays. value_at(array, n,
-// v): array[n], or v if the call lacks the array. store: write an element, or nothing if the array is absent.
+// T: steps, B: batch items, D: directions, H: the width of h, I: the width of x, S: the dtype of the arrays.
+// value_at(array, n, v) is array[n], or v if the call does not have the array. store writes an element, or does nothing
+// if the call does not have the array.
 
 // Thread (k, t, d) computes number k % H of batch item k / H, at time index t in direction d.
 //   item   the position of the number in [B, D H]      step   how many numbers a time step of h has
-//   seen   mask * h_prev, what the step sees of h      row    the number of the item and time in [T B]
+//   seen   mask * h_prev at this step                   row    the position of the time and item in [T, B]
 // The threads of direction 0 also write `ones` and `x_in`, which both directions share.
 template <class S, class Arrays>
 void recurrent_input(thread const Arrays& a, uint3 thread_index) {

@@ -1,37 +1,44 @@
-// One time step of a recurrence, backward, in one launch: the product and the backward step of the cell.
+// One backward time step of a recurrence in one launch: the product dz Wh and the backward step of the cell.
 //
 //   dh_t = mask_next * (dz_next Wh) + cotangent of h_t;   dz_t, carry_t = cell_backward(dh_t, carry_next)
 //
-// "next": the step of an item that the forward pass processes after t. The launch before this one has computed it. At
-// an item's last step dhT replaces the product. With a projection, h = m Wp^T, another kernel (stepwise_dh) first
-// computes dh_t, and the product here is dm = dh_t Wp. A threadgroup computes COLUMNS units of ROWS batch items: first
-// its threads compute the product together, then, behind a barrier, each some `cells` (one unit of one item each).
+// "next" is the step that the forward pass processes after t; the launch before this one has computed its gradients. At
+// an item's last step dhT replaces the product. With a projection h = m Wp^T the kernel stepwise_dh first computes
+// dh_t, and the product here is dm = dh_t Wp. A threadgroup computes COLUMNS units of ROWS batch items. First its
+// threads compute the product together. After a barrier each thread computes some pairs of one unit and one item;
+// `cell` is the number of such a pair.
 //
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
-//   row       the array that a launch writes: floats, then numbers of dtype S. a.before, a.after: of the launch before,
-//             and of this one
-//   carry     the gradient of a state before the step, without the part through the product
-//   cotangent the gradient that the caller gives for an output: dh, dc, dgates, dhT, dcT, each in its output's shape
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (terms of a sum), D
-//   b, j      batch item, unit. length: the item's steps; live: it has not ended at time t
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
-//   Cell      the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
-//             with a recurrent product; GRADIENTS, stored gradients of preactivations; CARRIED, states besides h; KEPT,
-//             saved numbers; INPUTS and SUMMED, inputs and parameters of a user's cell; SEGMENTS, parts of the product
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes, a.after: floats, then numbers of dtype S. a.before: the row of the
+//                launch before
+//   carry        the gradient of a state before the step, without the part that goes through the product
+//   cotangent    the gradient that the caller gives for an output: dh, dc, dgates, dhT, dcT, each in its output's shape
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K (terms of a sum), D
+//   b, j         the batch item and the unit
+//   length, live the number of the item's steps; whether the item has not ended at time t
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   Cell         the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
+//                with a recurrent product; GRADIENTS, stored gradients of preactivations; CARRIED, states besides h;
+//                KEPT, saved numbers; INPUTS and SUMMED, inputs and parameters of a user's cell; SEGMENTS, parts of the
+//                product
 //   CARRIES<Cell>, FIRST_CARRY<Cell>   how many states have a carry, and the first one: 0 is h
-//   Product   the struct that computes a threadgroup's part `own` of the product, into own.sums (stepwise.metal)
+//   Product      the struct that computes a threadgroup's part `own` of the product, into own.sums (stepwise.metal)
 //
-//   weights   [D, H, K]: the transposed Wh, K = G H, or Wp, K = P, the width of a projected h
-//   dh_now    [B, D P]: a row with dh_t, with a projection only
-//   gates     [T, B, D KEPT H], or in the arrays `rows` of forward launches, as row number `row`
-//   q         [D, T, B, H]: a GRU's candidate's recurrent products
-//   mask      [T or 1, B, D P], including keep       keep [T, B, D]
+// The arrays that other files do not describe:
+//   weights      [D, H, K]: the transposed Wh with K = G H, or Wp with K = P, the width of a projected h
+//   dh_now       [B, D P]: with a projection a row with dh_t
+//   gates        [T, B, D KEPT H]. If the call does not have it, the gates are in `rows`, an array with rows of the
+//                forward pass, in the row with the index `row`
+//   q            [D, T, B, H]: the recurrent products of a GRU's candidate
+//   mask, keep   [T or 1, B, D P], which includes keep; [T, B, D]
 
-// How the product reads one row of its operand x: the numbers of one batch item.
-//   dz          the next number: of dz, which the launch before wrote, or with a projection of dh_t
-//   candidate   whether these are the dz of a GRU's candidate whose reset comes after its product. In the forward step
-//               r multiplied this product, so its gradient is dz r: each number is multiplied by r when it is read
-//   r           the gate r of the step to which dz belongs; else not used
+// One row of the product's operand x: the numbers of one batch item.
+//   dz          a pointer to the number that the product reads next: in dz, which the launch before wrote, or with a
+//               projection in dh_t
+//   candidate   whether the numbers are dz of a GRU's candidate, and the reset comes after the product. In the forward
+//               step r multiplied this product, so its gradient is dz r: each number is multiplied by r when it is read
+//   r           a pointer to the gate r of the step to which dz belongs; used only for the candidate
 template <class S, class Arrays>
 struct FollowingRow {
   const device S* dz;
@@ -39,9 +46,10 @@ struct FollowingRow {
   bool candidate;
 };
 
-// The operand x of the product, for all batch items; find_row selects one. dz: the gradients dz that the launch before
-// wrote or, with a projection, dh_t. a, s: the arrays, of which find_row reads the gates, and the step. H: how many
-// numbers of dz each gate has. s.H is another number in stepwise_dh: it counts the columns of the result there, P.
+// The operand x of the product, for all batch items; the function find_row below selects the row of one item. dz: the
+// gradients dz that the launch before wrote or, with a projection, dh_t. a: the arrays, of which find_row reads the
+// gates. s: the step. H: how many numbers of dz each gate has. (s.H can be another number: in the kernel stepwise_dh it
+// is P.)
 template <class Cell, class S, class Arrays>
 struct Following {
   using Row = FollowingRow<S, Arrays>;
@@ -51,27 +59,27 @@ struct Following {
   int H;
 };
 
-// Return the time index of the step of this item that the forward pass processes after s, or -1 if there is none: s is
-// the item's last step. In reverse t counts down. After a step past the item's end comes length - 1, the first one that
-// belongs to the item.
+// Return the time index of the step that the forward pass processes after step s for this item, or -1 if s is the
+// item's last step. length: the item's number of steps. In a reverse direction t counts down; if t is past the item's
+// end, the next step is at length - 1, the last time index of the item.
 inline int next_step(thread const Step& s, int length) {
   const int t = s.reverse ? min(s.t, length) - 1 : s.t + 1;
   return t < length ? t : -1;
 }
 
-// Let `row` point to the dz of batch item b in one segment: the product adds up its terms segment by segment. There are
-// three layouts:
-//   1 segment       all gates together, or dh_t; pitch: the numbers of an item and direction, which are K, or more if
-//                   a user's cell stores gradients that no product reads
-//   2 segments      a GRU whose reset comes before the product: those of r and z. Its candidate has a product of its
-//                   own
-//   3 segments      a GRU whose reset comes after the product: one per gate, in the order of memory, so that only the
-//                   candidate's dz is multiplied by r. r belongs to the next step t. Without a next step (t = -1) any
-//                   valid address will do, because dh_sum does not use the product
+// Let `row` point to the dz of batch item b in one segment. (A segment is an equal part of the K terms; the product
+// adds up its terms segment by segment.) There are three layouts:
+//   1 segment       all gates together, or dh_t. pitch: how many numbers an item has per direction: K, or more if a
+//                   user's cell stores gradients that no product reads
+//   2 segments      the gates r and z of a GRU whose reset comes before the product. Its candidate has a separate
+//                   product
+//   3 segments      the gates of a GRU whose reset comes after the product, in the order of memory. Only the dz of the
+//                   candidate is multiplied by r, of the step at time index t. If there is no such step (t = -1), the
+//                   address must only be valid, because dh_sum does not use the product
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
-  // 1 or 2 segments; an RNN has one gate, a GRU three
+  // This branch is for 1 or 2 segments. A plain RNN has 1 segment and 1 gate, so comparing with GATES is not enough.
   if constexpr (Cell::SEGMENTS == 1 || Cell::SEGMENTS != Cell::GATES) {
     const int pitch = Cell::GRADIENTS == Cell::GATES ? s.K : Cell::GRADIENTS * x.H;
     row.dz = Cell::SEGMENTS == 1 ? x.dz + place(s, 0, b, pitch)
@@ -86,14 +94,15 @@ void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, th
   }
 }
 
-// Advance the row by n numbers: dz and, side by side with it, r.
+// Move both pointers of the row, to dz and to r, forward by n numbers.
 template <class S, class Arrays>
 void move(thread FollowingRow<S, Arrays>& row, int n) {
   row.dz += n;
   row.r = from(row.r, n);
 }
 
-// Read N numbers of the row from number k on, as float; multiply those of a GRU's candidate by r.
+// Read N numbers of the row as float, from number k on, counted from the row's pointers. If they belong to a GRU's
+// candidate, multiply them by r.
 template <int N, class S, class Arrays>
 void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float (&values)[N]) {
   take<N>(row.dz, k, 0.0f, values);
@@ -104,16 +113,17 @@ void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float 
   for (int e = 0; e < N; ++e) values[e] *= r[e];
 }
 
-// Return the operand of the product: with a projection the row dh_now, which contains dh_t, else dz of the launch
-// before.
+// Return the operand of the product: with a projection dh_t, which is the row dh_now (first argument); without one
+// (Absent) dz of the launch before.
 template <class S>
 const device S* dh_or_dz(Absent, const device S* dz) { return dz; }
 template <class S, class X>
 const device S* dh_or_dz(const device X* row, const device S*) { return (const device S*)row; }
 
-// Return the gradient of h_t[b, j] without the carry: the cotangent dh of step t, plus what the next step gives. That
-// is the number `sum` of the product, times the next step's mask, because the product multiplied mask * h. At the
-// item's last step it is dhT; without a product (PRODUCTS = 0) it is 0. width: the width of h.
+// Return the gradient of h_t[b, j] without the carry: the cotangent dh of step t, plus the gradient that comes from the
+// next step. This is `sum`, a number of the product, times the mask of the next step, because the forward product
+// multiplied mask * h. At the item's last step it is dhT. For a cell without a product (PRODUCTS = 0) it is 0. length:
+// the item's number of steps. width: the width of h.
 template <class Cell, class Arrays>
 float dh_sum(
     thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j, int width) {
@@ -123,18 +133,18 @@ float dh_sum(
   return Cell::PRODUCTS == 0 ? outside : outside + *sum * mask_at(s, a.mask, next, b, j, width);
 }
 
-// Return how many floats a unit has at the beginning of a row: its carries, then, if the call has `keep`, the carries
-// before they were multiplied by keep (the gradient of keep is computed from these), and the gradients of SUMMED
+// Return how many floats a unit has at the beginning of a row: its carries; if the call has `keep`, also the carries
+// before their multiplication by keep, from which the gradient of keep is computed; and the gradients of SUMMED
 // parameters.
 template <class Cell, class Arrays>
 int floats_of(thread const Arrays& a) { return (is_present(a.keep) ? 2 : 1) * CARRIES<Cell> + int(Cell::SUMMED); }
 
-// Compute the product of the operand (dz of the launch before or dh_t, see dh_or_dz) with the weights, into `own.sums`.
-// A cell without a recurrent product needs none.
+// Compute the product of `dz` (dz of the launch before or, with a projection, dh_t) with the weights, into `own.sums`.
+// For a cell without a recurrent product do nothing.
 //   width        how many columns the result has: units or, in stepwise_dh, numbers of h
 //   gate_width   how many numbers of dz each gate has
 //   own          the threadgroup's part of the result
-// The weights are one block (OneBlock) of columns, from column 0 on.
+// The weights are not divided by gates (OneBlock).
 template <class Cell, class Product, class S, class Arrays>
 void product_of_gradients(
     thread const Step& s, thread const Arrays& a, const device S* dz, int width, int gate_width,
@@ -145,19 +155,20 @@ void product_of_gradients(
         x, a.weights + Index(s.d) * width * s.K, s.B, width, s.K, own);
 }
 
-// Return one number of the gates from the rows that forward launches wrote; 0 if there are no such rows.
+// Return one number of the gates from a row that a forward launch wrote. Return 0 if the call has no such rows
+// (Absent).
 //   rows     an array of several rows, each with c, h and the gates of one step
-//   row      the number of this step's row in it
-//   length   how many elements a row has         at   the number's position in its row
+//   row      the index of this step's row in the array `rows`
+//   length   how many elements a row has         at   the position in its row of the number to return
 template <class S> float gate_in_row(Absent, Absent, Index, Index) { return 0.0f; }
 template <class S, class X, class R>
 float gate_in_row(const device X* rows, R row, Index length, Index at) {
   return float(((const device S*)rows)[row * length + at]);
 }
 
-// Load into y what a unit saved in the forward step: its KEPT numbers (mostly the gates) from a.gates or, without this
-// array, from the row of the forward launch. There they lie behind the floats (c) and h; `behind` is this position. A
-// row has at least 8 elements (pad_row).
+// Load into y the KEPT numbers (mostly the gates) that the forward step saved for unit j of batch item b. They are in
+// a.gates or, without this array, in the row of the forward launch. There they begin at `behind`, after the floats (c)
+// and h. A row has at least 8 elements.
 template <class Cell, class S, class Arrays>
 void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thread float (&y)[SIZE_FOR<Cell::KEPT>]) {
   constexpr int KEPT = Cell::KEPT;
@@ -171,8 +182,9 @@ void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thre
   }
 }
 
-// Load those states of a unit whose bits in READ are 1, h first (bit 0): h from time index t of the array h, the C
-// others from time index t of `others`. The states that the cell does not read, and those of an absent array, become 0.
+// Load the states of unit j of batch item b at time index t, as far as their bit in READ is 1; bit 0 is that of h.
+// states[0] is h, from the array `h`; the C other states are from the array `others`. States with bit 0 in READ, and
+// those of an absent array, become 0.
 template <class Cell, int READ, class A, class B>
 void take_needed(
     thread const Step& s, A h, B others, int t, int b, int j, thread float (&states)[Cell::CARRIED + 1]) {
@@ -183,9 +195,9 @@ void take_needed(
     states[k] = (READ >> k) & 1 ? value_at(others, place(s, t, b, C * s.H) + (k - 1) * s.H + j, 0.0f) : 0.0f;
 }
 
-// Load the states of a unit before and after the step, as far as the cell reads them (READS_BEFORE, READS_AFTER: one
-// bit per state). The state before the step is that of the step before in processing order, or h0 and c0 if the step
-// `starts` the item.
+// Load the states of unit j of batch item b before and after the step, as far as the cell's backward step reads them
+// (READS_BEFORE and READS_AFTER have one bit per state). starts: whether this is the item's first step; then the states
+// before it are h0 and c0. Otherwise they are those of the step before in processing order.
 template <class Cell, class Arrays>
 void take_both_states(
     thread const Step& s, thread const Arrays& a, bool starts, int b, int j,
@@ -196,15 +208,17 @@ void take_both_states(
   take_needed<Cell, AFTER>(s, a.h, a.c, s.t, b, j, after);
 }
 
-// Compute the step of unit j backward, for an item that has not ended.
+// Compute one backward step of unit j of batch item b, which has not ended at this step.
 //   dh         the gradient of h without the carry
-//   ds         the carries, h first: on entry those from the next step, on return those for the step before
+//   ds         the carries (gradients of the states without the part through the product), h first: on entry those from
+//              the next step, on return those for the step before
 //   unscaled   on return ds before the multiplication by `keep` (`factor`): the gradient of keep needs it
 //   dp         the sums of the parameters' gradients; this step's are added
 //   d          on entry the cotangents of the gates, on return the gradients of the preactivations
 //   du         on return the gradients of the step's inputs
-// y, before, after, p, u: what Cell::backward reads, see cell.metal. u is the inputs of a user's cell; a GRU, which has
-// none, gets q there.
+// y, before, after, p and u are arguments of Cell::backward: saved numbers, states before and after the step,
+// constants, and inputs of a user's cell. A GRU has no inputs; it gets q in u[0], the recurrent product of its
+// candidate.
 template <class Cell, class S, class Arrays>
 void live_unit_backward(
     thread const Step& s, thread const Arrays& a, int b, int j, float dh, thread float (&ds)[Cell::CARRIED + 1],
@@ -234,16 +248,16 @@ void live_unit_backward(
   for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += dp_now[k];
 }
 
-// The kernel of a backward step. It writes the row `after`, in this order (N carries, V = SUMMED, M = GRADIENTS, U =
+// The kernel of a backward step. It writes the row a.after, in this order (N carries, V = SUMMED, M = GRADIENTS, U =
 // INPUTS):
 //   [B, D N H] float   the carries
 //   [B, D N H] float   with `keep` only: the carries before their multiplication by keep; 0 past an item's end
 //   [B, D V H] float   the gradients of the parameters, summed over all steps so far
 //   [B, D M H]         dz, the gradients of preactivations; those of the products first
 //   [B, D U H]         the gradients of the inputs; 0 past an item's end
-// Past an item's end the others are copied from `before`. In reverse the backward pass comes to an item's padding after
-// its steps, and the last row must still have what dh0 and dc0 are computed from.
-//   b0, j0      the threadgroup's first item and unit        units   the numbers of one block in a row, B D H
+// Past an item's end the other numbers are copied from a.before. The reason: in a reverse direction the backward pass
+// reaches the steps past an item's end after the item's own steps, and dh0 and dc0 are computed from the last row.
+//   b0, j0      the threadgroup's first item and unit        units   how many numbers one block has in a row, B D H
 //   params_at   where the parameters' gradients begin in a row       start   where dz begins, in elements of S
 //   begins      whether this is the first launch of the pass
 template <class Cell, class Product, class S, class Arrays>
@@ -258,8 +272,8 @@ void stepwise_backward(
   const device S* dz_before = (const device S*)a.before + start;
   device S* dz_after = (device S*)a.after + start;
   const Block own = {b0, j0, simdgroup, lane, sums};
-  // The product is dz Wh with the dz of the launch before. The first launch (`begins`) has none, so it skips the
-  // product. With a projection the product is dh_t Wp, which every launch needs.
+  // Without a projection the product is dz Wh, with dz of the launch before. The first launch (`begins`) has no launch
+  // before it, so it skips the product. With a projection the product is dh_t Wp, which every launch needs.
   const bool begins = s.n + 1 == s.T;
   if (!begins || is_present(a.dh_now))
     product_of_gradients<Cell, Product, S>(s, a, dh_or_dz(a.dh_now, dz_before), H, H, own);
@@ -294,13 +308,13 @@ void stepwise_backward(
   pad_row(a.after, start + units * (GRADIENTS + INPUTS), group, 32 * simdgroup + lane);
 }
 
-// Compute dh_t [B, D P], the gradient of h_t, from the dz that the launch before wrote. s.H is P here, the width of h;
-// H is the number of units, K / PRODUCT_GATES, where PRODUCT_GATES is the number of gates with a part in this product.
-// A cell with a projection launches this kernel at every step. All cells launch it once more after the backward steps,
-// with step number n = -1: dh_t is then dh0. It has neither dh nor `unclipped`, because t is no time index. Only this
-// launch adds the carry of h, if the cell also reads h outside the product (PASSES_H, a GRU). The first launch of a
-// pass (n + 1 = T) has no dz before it, so it computes no product, and dh_sum takes dhT instead. The result is 0 past
-// an item's end, and where `unclipped` [T, B, D P] is 0: there a clip changed the projected h and stops its gradient.
+// Compute dh_t [B, D P], the gradient of h_t, from the dz that the launch before wrote. Here s.H is P, the width of h;
+// H is the number of units, K / PRODUCT_GATES, where PRODUCT_GATES is the number of gates in this product. A cell with
+// a projection launches this kernel at every step. The first launch of a pass (n + 1 = T) has no dz before it, so it
+// computes no product, and dh_sum takes dhT instead. All cells launch the kernel once after the backward steps, with
+// step number n = -1: then dh_t is dh0. This launch has neither dh nor `unclipped`, because t is no time index. If the
+// cell also reads h outside the product (PASSES_H, a GRU), this launch adds the carry of h. The result is 0 past an
+// item's end, and where `unclipped` [T, B, D P] is 0: there a clip changed the projected h and stops its gradient.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_dh(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

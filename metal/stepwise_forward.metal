@@ -1,43 +1,49 @@
-// One time step of a recurrence, forward, in one launch: the recurrent product and the cell.
+// One forward time step of a recurrence in one launch: the recurrent product and the cell.
 //
 //   gates, states = cell(z_t, (mask_t * h_before) Wh^T, keep_t * states_before);   `mask` already includes `keep`
 //
-// A threadgroup computes all gates of UNITS units of ROWS batch items. First its threads compute the product together,
-// then, behind a barrier, each some `cells` (one unit of one item each).
+// A threadgroup computes all gates of UNITS units of ROWS batch items. First its threads compute the product together.
+// After a barrier each thread computes the cell of some pairs of one unit and one item; `cell` is the number of such a
+// pair.
 //
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array (type
-//             Absent)
-//   row       the array that a launch writes. a.after: this launch's, a.before: that of the previous step. In this
-//             order: the states besides h, [B, D C H], as float; m [B, D H]; if SAVES, what the cell saves for the
-//             backward pass (mostly its gates), [B, D KEPT H]. All are 0 past an item's end
-//   m         h or, with a projection, what it multiplies: h = m Wp^T, in a separate launch
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
-//   b, j      batch item, unit. length: the item's steps; live: it has not ended at time t
-//   place(s, t, b, width)   position of item b at time t in an array [T, B, D width]; if it has no T, t is 0
-//   Cell      the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
-//             with a recurrent product; C = CARRIED, states besides h; KEPT, saved numbers; INPUTS of a user's cell;
-//             PASSES_H: the cell reads h outside its product
-//   Product   ROWS and COLUMNS of a threadgroup's product, its number of THREADS, and its function product<Gates,
-//             FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own): x times the transposed weights of all gates from FIRST
-//             on, UNITS columns each, into own.sums [ROWS][COLUMNS]; own: the threadgroup's part
-//   x         the operand of the product, here Previous
-//   group     the threadgroup's number: along units, batch items, directions
-//   S, X      the dtype of the arrays; the type of a row's elements
-//   z         [T, B, D G H]: the input's part of the preactivations, G = GATES
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes: a.after. a.before is the row of the previous step. A row contains, in
+//                this order: the states besides h, [B, D C H], as float; m [B, D H]; if SAVES, the numbers that the
+//                backward pass needs (mostly the gates), [B, D KEPT H]. All are 0 past an item's end
+//   m            h or, with a projection, the vector from which a separate launch computes h = m Wp^T
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
+//   b, j         the batch item and the unit
+//   length, live the number of the item's steps; whether the item has not ended at time t
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   Cell         the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
+//                with a recurrent product; C = CARRIED, states besides h; KEPT, saved numbers; INPUTS of a user's cell;
+//                PASSES_H, whether the cell reads h outside its product
+//   Product      the struct that computes a product, with the constants ROWS, COLUMNS (of a threadgroup) and THREADS.
+//                product<Gates, FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own) multiplies x by the transposed
+//                weights of all gates from FIRST on, UNITS columns per gate, and writes own.sums [ROWS][COLUMNS]
+//   own          the threadgroup's part of the product
+//   x            the operand of the product, of type Previous
+//   group        the threadgroup's number: along units, batch items, directions
+//   S, X         the dtype of the arrays; the type of a row's elements
+//
+// The arrays, G = GATES:
+//   z            the input's part of the preactivations, [T, B, D G H]
 //   Wh [D, G H, K]   Wp [D, K, H]   h0 [B, D K]   c0 [B, D C H]   lengths [B]   keep [T, B, D]   mask [T or 1, B, D K]
-//   h_before  [B, D K]: with a projection h of the previous step     inputs   [T, B, D INPUTS H]
-//   numbers   [3]: forget bias, limit of c, limit of a projected h
+//   h_before     with a projection h of the previous step, [B, D K]
+//   inputs       the inputs of a user's cell, [T, B, D INPUTS H]
+//   numbers      [3]: the forget bias, the limit of c, the limit of a projected h
 
-// How the product reads one row of its operand mask * h_before, the numbers of one batch item: h and the mask, at the
-// number to be read next. If the call has no mask, `mask` has the type Absent.
+// One row of the product's operand mask * h_before, the numbers of one batch item. h, mask: pointers to the numbers
+// that the product reads next. If the call has no mask, `mask` has the type Absent.
 template <class S, class Arrays>
 struct PreviousRow {
   const device S* h;
   decltype(Arrays::mask) mask;
 };
 
-// The operand of the product: mask * h_before of all batch items. h: where h of the previous step begins. a, s: the
-// arrays and the step. find_row selects one item.
+// The operand of the product: mask * h_before of all batch items. h: where h of the previous step begins. a: the
+// arrays, for h0 and the mask. s: the step. The function find_row below selects the row of one item.
 template <class S, class Arrays>
 struct Previous {
   using Row = PreviousRow<S, Arrays>;
@@ -46,16 +52,17 @@ struct Previous {
   thread const Step* s;
 };
 
-// Return h0 if this step `begins` the item, else h. Without h0 (Absent) return h in both cases: at step n = 0 no
-// product is computed then, and a reversed item shorter than T begins at a later step, before which the launches have
-// written zeros as its h.
+// Return the h before a step: h0 if the step is the first one of the item (`begins`), else h of the previous row.
+// Without h0 (Absent) return h in both cases. At step n = 0 no product is computed then. In reverse an item shorter
+// than T begins at a later step; the launches before have written zeros as its h.
 template <class S> const device S* first_or(Absent, bool, const device S* h) { return h; }
 template <class S> const device S* first_or(const device S* h0, bool begins, const device S* h) {
   return begins ? h0 : h;
 }
 
-// Let `row` point to h_before and the mask of batch item b. The parameter without a name is the segment: h lies in one
-// piece. If all steps share one mask (own_mask is 0), its time index is 0.
+// Let `row` point to h_before and the mask of batch item b. The parameter without a name is the number of a segment (a
+// part of the terms); this product has only one. If all steps share one mask (own_mask is 0), the array of masks has
+// only time index 0.
 template <class S, class Arrays>
 void find_row(thread const Previous<S, Arrays>& x, int b, int, thread PreviousRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
@@ -63,14 +70,15 @@ void find_row(thread const Previous<S, Arrays>& x, int b, int, thread PreviousRo
   row.mask = from(x.a->mask, place(s, s.own_mask * s.t, b, s.K));
 }
 
-// Advance the row by n numbers, h and the mask side by side.
+// Move both pointers of the row, to h and to the mask, forward by n numbers.
 template <class S, class Arrays>
 void move(thread PreviousRow<S, Arrays>& row, int n) {
   row.h += n;
   row.mask = from(row.mask, n);
 }
 
-// Read N numbers of the row from number k on: mask * h_before, as float. Without a mask the factors are 1.
+// Read N numbers mask * h_before as float, from number k on, counted from the row's pointers. Without a mask the
+// factors are 1.
 template <int N, class S, class Arrays>
 void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (&values)[N]) {
   float factors[N];
@@ -80,13 +88,13 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
   for (int e = 0; e < N; ++e) values[e] *= factors[e];
 }
 
-// Return how many terms each sum of the product has: K, the width of h. At step n = 0 without h0 return 0: h before the
-// step is zero, and there may be no array to read it from.
+// Return how many terms each sum of the product has: K, the width of h. But return 0 at step n = 0 without h0. There h
+// before the step is zero, and no array may exist to read it from.
 template <class Arrays>
 int product_length(thread const Step& s, thread const Arrays& a) { return s.n > 0 || is_present(a.h0) ? s.K : 0; }
 
 // Return a pointer to h of the previous step. Without a projection h begins at element `start` of the previous row,
-// behind the floats. With a projection it lies in a separate array, the last argument.
+// behind the states that are stored as float. With a projection h is in a separate array, the last argument.
 template <class S, class X> const device S* h_of(const device X* row, Index start, Absent) {
   return (const device S*)row + start;
 }
@@ -94,10 +102,10 @@ template <class S, class X> const device S* h_of(const device X*, Index, const d
   return (const device S*)h;
 }
 
-// Load the states of unit j of item b before the step, times `keep`: states[0] is h, then come the C others, such as c
-// of an LSTM. starts: whether this is the item's first step, whose states before are h0 and c0; else they are in the
-// previous row (h: where its h begins). h is loaded only if the cell reads it outside its product. take_blocks and
-// take_carries read numbers that lie H apart, here into states[1] and those behind it.
+// Load the states of unit j of batch item b before the step, times `keep`: states[0] is h, then come the C others, such
+// as c of an LSTM. starts: whether this is the item's first step. If so, the states are in h0 and c0, otherwise in the
+// previous row, in which `h` is where its h begins. states[0] is loaded only if the cell reads h outside its product
+// (PASSES_H). take_blocks and take_carries read numbers that lie H apart into states[1], states[2], ...
 template <class Cell, class S, class Arrays>
 void take_states(
     thread const Step& s, thread const Arrays& a, bool starts, const device S* h, int b, int j,
@@ -117,10 +125,10 @@ void take_states(
   for (int k = 0; k <= C; ++k) states[k] *= factor;
 }
 
-// The kernel of a step: compute the product and the cell, write the row `after`. SAVES: whether the row gets what a
-// backward pass reads.
+// The kernel of a forward step: compute the product and the cell, and write the row a.after. SAVES: whether the row
+// also gets the numbers that a backward pass reads.
 //   b0, j0    the threadgroup's first item and unit
-//   units     the numbers of one block in a row, B D H       start   where m begins, behind the floats
+//   units     the numbers of one block in a row, B D H       start   where m begins in a row, behind the floats
 //   r         the item's row in `sums`, which has the columns [gate][unit]
 //   y, products, p, u, states   what Cell::forward reads, see cell.metal: y is the input's part of the preactivations,
 //                               p the unit's constants, u the inputs of a user's cell. It returns the new states and,
@@ -135,8 +143,8 @@ void stepwise_forward(
   const Index units = Index(B) * s.D * H, start = carried<S>(C * units);
   const Previous<S, Arrays> x = {h_of<S>(a.before, start, a.h_before), &a, &s};
   const Block own = {b0, j0, simdgroup, lane, sums};
-  // x Wh^T for all gates of the cell, from number 0 on, UNITS columns each; every sum in 1 segment. rows_from: the rows
-  // of Wh of this direction.
+  // The product x Wh^T for all gates of the cell, from gate 0 on, with UNITS columns per gate. Each sum is computed in
+  // one part (1 segment). rows_from returns the rows of Wh that belong to this direction.
   if constexpr (Cell::PRODUCTS != 0)
     Product::template product<Cell, 0, UNITS, 1>(
         x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, product_length(s, a), own);
@@ -156,7 +164,8 @@ void stepwise_forward(
     take_blocks<Cell::INPUTS>(a.inputs, place(s, s.t, b, Cell::INPUTS * H) + j, H, u, 0);
     Cell::template constants<Index>(a, s.d, H, j, p);
     Cell::forward(p, u, products, states, y);
-    // Past an item's end the outputs are 0. They are selected, not multiplied, as the numbers there may be NaN.
+    // Past an item's end the outputs are 0. They are selected with a condition, not multiplied by 0, because the
+    // numbers there may be NaN.
     arrays[place(s, 0, b, H) + j] = S(live ? states[0] : 0.0f);
 #pragma clang loop unroll(full)
     for (int k = 1; k <= C; ++k) states[k] = live ? states[k] : 0.0f;
@@ -166,10 +175,11 @@ void stepwise_forward(
   pad_row(a.after, start + units * (1 + KEPT), group, 32 * simdgroup + lane);
 }
 
-// Compute h [B, D P] = m Wp^T of one step, with a projection Wp [D, P, H], in an additional launch of each step. Here
-// s.H is P, the columns of the product, and s.K is the number of units. m is read from a.before, the row of the step's
-// first launch, behind its B D H floats of c (carried). Wp is one block of weights (OneBlock) from column 0 on; each
-// sum is added up in 1 segment. The launch has a.numbers only if h is clipped, to +-numbers[2].
+// Compute h [B, D P] = m Wp^T of one step, for a projection Wp [D, P, H]. This kernel is the second launch of each
+// step. Here s.H is P, the number of columns of the product, and s.K is the number of units. m is in a.before, the row
+// of the step's first launch, behind its B D H floats of c. The weights Wp are not divided by gates (OneBlock), and
+// each sum is computed in one part (1 segment). The launch has a.numbers only if h is clipped, to the range from
+// -numbers[2] to numbers[2].
 template <class Product, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

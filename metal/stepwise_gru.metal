@@ -1,35 +1,41 @@
-// One step of a GRU whose reset comes before the candidate's product: n = s_n(z_n + (r mask h_before) Wh_n^T).
+// One time step of a GRU whose reset comes before the candidate's product: n = s_n(z_n + (r mask h_before) Wh_n^T).
 //
-// The product needs the gate r of all units, which several threadgroups compute. So a step has two launches:
+// This product needs the gate r of all units, which several threadgroups compute. So a step has two launches:
 //   forward   stepwise_gru_reset: r, z and r mask h_before       stepwise_gru_candidate: n and the new h
 //   backward  stepwise_backward: the gradients of z and n        stepwise_gru_reset_backward: those of r and of r h
 //
-// A threadgroup computes some units of ROWS batch items. First its threads compute the product together, then, behind a
-// barrier, each some `cells` (one unit of one item each).
+// A threadgroup computes some units of ROWS batch items. First its threads compute the product together. After a
+// barrier each thread computes some pairs of one unit and one item; `cell` is the number of such a pair.
 //
-//   r, z, n   the gates: reset, update, candidate. a.z is another z: [T, B, D 3H], the input's part of the
-//             preactivations
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
-//   row       the array that a launch writes: a.after. a.before: the row of the step processed before this one
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K, D
-//   b, j      batch item, unit. length: the item's steps; live: it has not ended at time t
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
-//   at        the position of a unit's number in [B, D H]      units   how many numbers such an array has
-//   b0, j0    the threadgroup's first item and unit            group   its number: along units, items, directions
-//   Cell      the GRU's struct: GATE_R, GATE_Z, GATE_N number the gates; block(gate) is the position of its H numbers
-//   Product   ROWS and COLUMNS of a threadgroup's product, its number of THREADS, and its function product<Gates,
-//             FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own): x times the transposed weights of the gates from FIRST
-//             on, UNITS columns each, into own.sums [ROWS][COLUMNS]; own: the threadgroup's part
-//   S         the dtype of the arrays      Index   the integer type that counts elements
-//   pad_row   fills a row of fewer than 8 elements with zeros: Metal would bind it in another address space
+//   r, z, n      the gates: reset, update, candidate. The array a.z is not the gate z: it is the input's part of the
+//                preactivations, [T, B, D 3H]
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes: a.after. a.before: the row of the step processed before this one
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K, D
+//   b, j         the batch item and the unit
+//   length, live the number of the item's steps; whether the item has not ended at time t
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   at, units    the position of a unit's number in an array [B, D H]; how many numbers such an array has
+//   b0, j0       the threadgroup's first item and unit
+//   group        the threadgroup's number: along units, batch items, directions
+//   Cell         the GRU's struct: GATE_R, GATE_Z, GATE_N number the gates; block(gate) is the position of its H
+//                numbers
+//   Product      the struct that computes a product, with the constants ROWS, COLUMNS (of a threadgroup) and THREADS.
+//                product<Gates, FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own) multiplies x by the transposed
+//                weights of the gates from FIRST on, UNITS columns per gate, and writes own.sums [ROWS][COLUMNS]
+//   own          the threadgroup's part of the product
+//   S, Index     the dtype of the arrays; the integer type that counts elements
+//   pad_row      fills a row up to 8 elements, because MLX would pass a shorter array in another address space
 //
 //   Wh  [D, 3H, H]     h0  [B, D H]     keep  [T, B, D]     mask  [T or 1, B, D H], including keep     lengths  [B]
-// stepwise_forward.metal and stepwise_backward.metal describe the other arrays and Previous, the operand mask h_before.
+// stepwise_forward.metal and stepwise_backward.metal describe the other arrays, and Previous, the operand mask
+// h_before.
 
-// First launch of a forward step: compute r, z, and r * mask * h_before, the operand of the candidate's product. It
-// writes all three: `after` [3, B, D H]. The second launch reads this array as `reset_row`. The product has the columns
-// of two gates, from number 0 (r) on, so UNITS is half of COLUMNS; each sum is added up in 1 segment. x: the operand
-// mask * h_before. y: the gates r and z of a unit.
+// First launch of a forward step: compute the gates r and z, and r * mask * h_before, the operand of the candidate's
+// product. a.after [3, B, D H] gets r * mask * h_before, r and z, in this order. The second launch reads this array as
+// `reset_row`. The product has the columns of the two gates r (number 0) and z, so UNITS is half of COLUMNS; each sum
+// is computed in one part (1 segment). x: the operand mask * h_before. y: the gates r and z of a unit.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -51,8 +57,8 @@ void stepwise_gru_reset(
       y[gate] = activate(Cell::activation(gate), of_input + sums[r * COLUMNS + gate * UNITS + cell % UNITS]);
       a.after[(1 + gate) * units + at] = S(y[gate]);
     }
-    // h: mask * h_before of this unit, through find_row (in segment 0, the only one). At the first step without h0
-    // there is no array to read (product_length is 0), and h is 0.
+    // h: mask * h_before of this unit, found with find_row (0 is the only segment). At step n = 0 without h0 there is
+    // no array to read (product_length is 0), and h is 0.
     float h[1] = {0.0f};
     PreviousRow<S, Arrays> row;
     find_row(x, b, 0, row);
@@ -62,12 +68,11 @@ void stepwise_gru_reset(
   pad_row(a.after, 3 * units, group, 32 * simdgroup + lane);
 }
 
-// Second launch of a forward step: compute n and the new h, and write the row `after`: h [B, D H] and, if SAVES, the
-// gates [B, D 3H] behind it, for a backward pass; 0 past an item's end.
-//   reset_row   what the first launch wrote, each [B, D H]: r * mask * h_before, the operand x of the product; then r,
-//               z
-//   N           the candidate's number. The product has its columns only, each sum in 1 segment; rows_from: the rows of
-//               Wh of this direction, which has 3 H
+// Second launch of a forward step: compute the candidate n and the new h, and write the row a.after: h [B, D H], then,
+// if SAVES, the gates [B, D 3H] for a backward pass. All are 0 past an item's end.
+//   reset_row   the row of the first launch, [3, B, D H]: r * mask * h_before (the operand x of the product), r, z
+//   N           the candidate's gate number. The product has only the candidate's columns; each sum is computed in one
+//               part (1 segment). rows_from returns the 3 H rows of Wh that belong to this direction
 //   last, h     h before the step, and times `keep`
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_gru_candidate(
@@ -98,15 +103,16 @@ void stepwise_gru_candidate(
   pad_row(a.after, units * (SAVES ? 4 : 1), group, 32 * simdgroup + lane);
 }
 
-// Second launch of a backward step. The candidate's dz times Wh_n gives d(r mask h_before). From it compute the
-// gradient of r, and what h_before gets through r h, which is added to its carry.
+// Second launch of a backward step: compute the gradient of r, and complete the carry of h_before. The product of the
+// candidate's dz with Wh_n is the gradient of r mask h_before. From it follow the gradient of r, and a part of the
+// gradient of h_before, which is added to its carry.
 //   now_row   the row that stepwise_backward wrote for this step: the carry, [B, D H] float (with `keep` a second one,
 //             before its multiplication by keep), then dz [B, D 3H], the gradients of the preactivations; for r only
 //             the cotangent so far
-//   after     a copy of it with both gradients
-//   weights   [D, H, H], the transposed Wh of the candidate: one block (OneBlock)
+//   after     a copy of now_row, with the gradient of r and the new carry
+//   weights   [D, H, H], the transposed Wh of the candidate, which is not divided by gates (OneBlock)
 //   x         the operand: the candidate's dz, from items_of, in rows of 3H numbers per direction
-//   carry     the part of the gradient of h_before that bypasses the products of the other gates
+//   carry     the gradient of h_before without the part that goes through the products of the gates r and z
 //   start     where dz begins in a row, behind the floats
 // An item that has ended (t >= length) keeps its numbers.
 template <class Cell, class Product, class S, class Arrays>

@@ -1,5 +1,5 @@
-// The recurrent product of a step for few batch items. Each weight is then used for few multiplications, so reading the
-// weights limits the speed.
+// The recurrent product of one time step for few batch items. Each weight is used for only few multiplications, so
+// reading the weights limits the speed.
 //
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
@@ -9,27 +9,30 @@
 // Simdgroup s computes the columns s, s + 8, ... for all items. Its lanes divide the K terms of a sum: each multiplies
 // four neighbouring terms at a time, lane l the terms 4 l, 128 + 4 l, ... At the end the lanes' sums are added up.
 //
-//   x          the operand, one row of K numbers per batch item. find_row(x, b, segment, row) lets `row`, of type
-//              X::Row, point to one of the SEGMENTS equal parts of item b's numbers. (Only a GRU's backward step has
-//              several: it multiplies one of them by a gate.) operands_at<N>(row, k, values) reads N numbers from
-//              number k on; move(row, n) goes n numbers further
-//   weights    [., K]: H rows per gate, one row for each column of the result
-//   Gates      Gates::block(gate): the position of a gate's H rows in `weights`, in blocks of H
-//   B, H, K    the number of batch items, of units, of terms per sum
-//   block      a threadgroup's part of the result: b0, j0, its first item and unit; simdgroup and lane, the thread's
-//              numbers; `sums`, threadgroup memory for the result
+//   x            the operand, one row of K numbers per batch item
+//   row          a position in x, of type X::Row. find_row(x, b, segment, row) lets `row` point to one of the SEGMENTS
+//                equal parts of item b's numbers; operands_at<N>(row, k, values) reads N numbers from number k on;
+//                move(row, n) goes n numbers further. Only a GRU's backward step has several segments: it multiplies
+//                one of them by a gate
+//   weights      [., K]: H rows per gate, one row for each column of the result
+//   Gates        Gates::block(gate) is the position of a gate's H rows in `weights`, in blocks of H
+//   B, H, K      the number of batch items, of units, of terms per sum
+//   block        a threadgroup's part of the result: its first item b0 and unit j0, the thread's simdgroup and lane,
+//                and `sums`, threadgroup memory for the result
 //   ROWS, COLUMNS   how many items and columns a threadgroup computes
-//   OWN        how many columns a simdgroup computes, COLUMNS / 8
-//   rows       this lane's pointers into x, one per item;  columns: into the weights, one per own column
-//   partial    [OWN][ROWS]: this lane's share of each sum
-//   Index      the integer type that counts elements of arrays;  W: the type of a pointer to weights
+//   OWN          how many columns a simdgroup computes, COLUMNS / 8
+//   rows         this lane's pointers into x, one per item
+//   columns      this lane's pointers into the weights, one for each column that its simdgroup computes
+//   partial      [OWN][ROWS]: this lane's share of each sum
+//   Index, W     the integer type that counts elements of arrays; the type of a pointer to weights
 //
-// Items and units past the end repeat the last ones (min): their results are not used.
+// Batch items and units past the end are computed from the numbers of the last ones (min), and their results are not
+// used.
 
-// Multiply the next N numbers of each row of x with the next N numbers of each own column, and add the products to
-// `partial`. Then move all pointers by `step` numbers, to those that this lane multiplies next. All numbers are read
-// before the first multiplication, so that the reads overlap. The last loop runs over number e, column n and item r in
-// one index, `part`.
+// Multiply the next N numbers of each of ROWS batch items by the next N weights of each of OWN columns, and add the
+// products to `partial`. Then move all pointers forward by `step`, to the numbers that this lane multiplies next. All
+// numbers are read before the first multiplication, so that the reads overlap. The last loop runs over number e, column
+// n and batch item r; `part` counts their combinations.
 template <int N, int ROWS, int OWN, class R, class C>
 void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thread float (&partial)[OWN][ROWS]) {
   float operands[ROWS][N], w[OWN][N];
@@ -50,25 +53,27 @@ void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thre
   }
 }
 
-// Add this lane's share of the sums over one segment to `partial`. k: the number within the segment to which the lane's
-// pointers are set, 4 * lane at first. length: how many numbers a segment has.
+// Add this lane's share of the products over one segment (an equal part of the K terms) to `partial`. rows: the lane's
+// pointers into x, one per batch item. columns: its pointers into the weights. k: the number within the segment to
+// which these pointers are set, 4 * lane at first. length: how many numbers the segment has.
 template <int ROWS, int OWN, class R, class W>
 void add_products(
     thread R (&rows)[ROWS], thread ItemsRow<W> (&columns)[OWN], int k, int length, thread float (&partial)[OWN][ROWS]) {
-  // First the 32 lanes multiply whole vectors of 4, side by side: 128 numbers per pass. Then one lane multiplies the
-  // last numbers, fewer than 4, which do not fill a vector.
+  // First the 32 lanes multiply vectors of 4 neighbouring numbers each: 128 numbers per pass. Fewer than 4 numbers may
+  // be left at the end of the segment; then one lane multiplies them one by one.
   for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);
   for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
 }
 
-// The product of ROWS batch items and COLUMNS columns by 256 threads; see the head of this file for the names.
+// The product of ROWS batch items and COLUMNS columns by the 256 threads of a threadgroup. The head of this file
+// explains the names.
 template <int HEIGHT, int WIDTH>
 struct ByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };
 
-  // Compute `block.sums`. Every lane adds up its share of OWN ROWS sums, segment by segment, then simd_sum adds the
-  // shares of the 32 lanes, and lane 0 writes the sum. The barrier at the end separates these writes from the reads of
-  // the threads that compute the cells.
+  // Compute the product into `block.sums`. Every lane adds up its share of OWN * ROWS sums, segment by segment. Then
+  // simd_sum adds up the shares of the 32 lanes, and lane 0 writes the sum. The barrier at the end separates these
+  // writes from the reads by the threads that compute the cells.
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
   static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
     constexpr int OWN = COLUMNS / 8;
@@ -81,7 +86,7 @@ struct ByLanes {
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       const int length = K / SEGMENTS;
 #pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n) {  // column 8 n + simdgroup; UNITS is a multiple of 8, so / and % see 8 n only
+      for (int n = 0; n < OWN; ++n) {  // column 8 n + simdgroup; UNITS is a multiple of 8, so 8 n decides / and %
         const int gate = Gates::block(FIRST + 8 * n / UNITS), unit = min(j0 + 8 * n % UNITS + simdgroup, H - 1);
         columns[n].values = weights + (Index(gate) * H + unit) * K + segment * length + 4 * lane;
       }

@@ -1,46 +1,50 @@
 // One time step of a cell with layer normalisation: y = (x - mean) / sqrt(variance + eps), result = y scale + shift.
 //
-// Norms need all units of a batch item, which several threadgroups compute. So a step has two launches:
+// A norm needs all units of a batch item, whose products several threadgroups compute. So a step has two launches:
 //   forward   stepwise_norm_product: recurrent products      stepwise_norm_forward: norms and cell
 //   backward  stepwise_norm_dh: dh_t, the gradient of h      stepwise_norm_backward: gradients in cell and norms
-// A projection adds a launch. In the second launch a threadgroup has one batch item, and its thread n the units n, n +
-// 256, ...; it loops over them for the sums of each norm, then for the results. Each loop computes all units again, as
-// registers may not hold them.
+// A projection adds a launch. In the second launch a threadgroup has one batch item, and its thread n has the units n,
+// n + 256, ... A thread loops over its units once for the sums of each norm, then for the results. Each loop computes
+// the units again, because there may be too many to keep them in registers.
 //
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
-//   row       the array that a launch writes: floats, then numbers of dtype S (a.after). a.before: the previous step's
-//   carry     backward: the gradient of c (LSTM), or of h without the part through the product (GRU)
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
-//   b, j      batch item, unit; live: the item has not ended; starts: this is its first step
-//   Cell      the cell's struct (cell.metal): GATES; block(gate), a gate's place on the gate axis; CARRIED, how many
-//             states besides h; CARRIES<Cell>, how many carries; KEPT, saved numbers (gates)
-//   Norm<Cell>   norm.metal: OF, what is normalised; IS_SUM, with the input's part z; IS_EACH, each gate alone; GROUPS,
-//                how many norms the gates have; HAS_C, c too; IN_STATE, the next step gets the normalised c
-//   Product   a threadgroup's product of ROWS items and COLUMNS columns (stepwise.metal), into own.sums; own: its part.
-//             The second launches do not use it
-//   keep      the option: an array [T, B, D] of factors on the states before a step; value_at gives 1 without it
-//   group     the threadgroup's number: along columns, batch items, directions
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes, a.after: floats, then numbers of dtype S. a.before: the row before
+//   carry        backward: the gradient of c (LSTM), or that of h without the part that goes through the product (GRU)
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   b, j         the batch item and the unit
+//   live, starts whether the item has not ended at this step; whether this is its first step
+//   Cell         the cell's struct (cell.metal): GATES; block(gate), a gate's place on the gate axis; CARRIED, how many
+//                states besides h; CARRIES<Cell>, how many carries; KEPT, saved numbers (gates)
+//   Norm<Cell>   the norms (norm.metal): OF, what is normalised; IS_SUM, with the input's part z; IS_EACH, each gate by
+//                itself; GROUPS, how many norms the gates have; HAS_C, c is normalised; IN_STATE, also in the state
+//   Product      the struct that computes a threadgroup's part `own` of the product, ROWS items and COLUMNS columns,
+//                into own.sums (stepwise.metal). The second launches do not use it
+//   keep         the factors on the states before a step, [T, B, D]
+//   group        the threadgroup's number: along columns, batch items, directions
 //
-// Arrays (G gates, R norms; the others: stepwise_forward.metal, stepwise_backward.metal):
-//   product   [B, D G H] float: the row of stepwise_norm_product
-//   dh_now    the row with dh_t, or with a projection dh_t Wp
-//   norm_y, norm_c_y   [T, B, D G H], [T, B, D H]: y of gates and of c
-//   norm_r    [T, B, D R]: 1 / sqrt(variance + eps); last that of c
-//   norm_c    [2, D, H]: norm_c_scale, norm_c_shift, joined for the backward pass
+// Arrays of the norms, for G gates and R norms (stepwise_forward.metal and stepwise_backward.metal describe the
+// others):
+//   product      [B, D G H] float: the row of stepwise_norm_product
+//   dh_now       the row with dh_t, or with a projection dh_t Wp
+//   norm_y, norm_c_y   the normalised gates [T, B, D G H] and the normalised c [T, B, D H], without scale and shift
+//   norm_r       [T, B, D R]: 1 / sqrt(variance + eps) of each norm; the norm of c is the last one
+//   norm_c       [2, D, H]: norm_c_scale and norm_c_shift in one array, for the backward pass
 
-// The threads of a threadgroup that computes all units of one batch item, and its simdgroups (groups of 32 threads that
-// run together).
+// How many threads a threadgroup has that computes all units of one batch item, and how many simdgroups (groups of 32
+// threads that run together).
 constant constexpr int ITEM_THREADS = 256, ITEM_SIMDGROUPS = ITEM_THREADS / 32;
 
-// The moments of the numbers that one norm normalises, or of a part of them: how many they are, their mean, and the sum
-// of the squares of their distances from the mean. The variance is squares / count.
+// The moments of a set of numbers that are normalised together, or of a part of the set. count: how many numbers there
+// are. mean: their mean. squares: the sum of the squares of their distances from the mean. The variance is squares /
+// count.
 struct Moments {
   float count, mean, squares;
 };
 
-// Add x to the numbers whose moments are `of`. This is Welford's method: unlike mean(x^2) - mean(x)^2, it never
-// subtracts two large sums that are nearly equal.
+// Update the moments `of` of a set of numbers for one more number x. This is Welford's method. Unlike the formula
+// mean(x^2) - mean(x)^2, it never subtracts two large sums that are nearly equal.
 inline void add_to(thread Moments& of, float x) {
   const float distance = x - of.mean;
   of.count += 1.0f;
@@ -48,20 +52,20 @@ inline void add_to(thread Moments& of, float x) {
   of.squares += distance * (x - of.mean);
 }
 
-// Replace the moments `of` of a lane's numbers by those of all numbers in its simdgroup (its 32 lanes). A lane's
-// squares are distances from the lane's own mean; distances from the common mean add count * (own mean - common
-// mean)^2. max(count, 1) avoids a division by 0 if no lane has a number.
+// Replace the moments `of` of a lane's numbers by the moments of the numbers of all 32 lanes of its simdgroup. A lane's
+// sum of squares is about its own mean; about the common mean it is larger by count * (own mean - common mean)^2.
+// max(count, 1) avoids a division by 0 if no lane has a number.
 inline void merge_in_simdgroup(thread Moments& of) {
   const float count = simd_sum(of.count), mean = simd_sum(of.count * of.mean) / max(count, 1.0f);
   of.squares = simd_sum(of.squares + of.count * (of.mean - mean) * (of.mean - mean));
   of.count = count, of.mean = mean;
 }
 
-// Replace the moments of[n] of a thread's numbers, for each of N norms, by those of all numbers in the threadgroup,
-// which has ITEM_SIMDGROUPS = 8 simdgroups. memory: threadgroup memory, three floats for each norm and simdgroup. Each
-// simdgroup writes its moments there. After the barrier lane k of every simdgroup reads those of simdgroup k, and each
-// simdgroup merges all of them. There are fewer simdgroups than lanes: the other lanes read a valid address, but count
-// 0 numbers, so their mean has no weight.
+// Replace the moments of[n] of a thread's numbers, for each of N norms, by the moments of all numbers in the
+// threadgroup. memory: threadgroup memory, with three floats for each norm and simdgroup. Each of the ITEM_SIMDGROUPS =
+// 8 simdgroups writes its moments there. After the barrier lane k of every simdgroup reads the moments of simdgroup k,
+// and every simdgroup merges all of them. The lanes from 8 on read a valid address, but use 0 as the count, so their
+// mean has no weight.
 template <int N>
 void merge_in_threadgroup(thread Moments (&of)[N], int simdgroup, int lane, threadgroup float* memory) {
   for (int n = 0; n < N; ++n) {
@@ -78,10 +82,10 @@ void merge_in_threadgroup(thread Moments (&of)[N], int simdgroup, int lane, thre
   }
 }
 
-// Replace each of a thread's N numbers `of` by its sum over all threads of the threadgroup, which has ITEM_SIMDGROUPS =
-// 8 simdgroups. First each simdgroup adds up its lanes' numbers and writes the sum to `memory`: threadgroup memory, one
-// float for each number and simdgroup. After the barrier lane k of every simdgroup reads the sum of simdgroup k (the
-// other lanes take 0), and each simdgroup adds them up.
+// Replace each of a thread's N numbers `of` by its sum over all threads of the threadgroup. First each of the
+// ITEM_SIMDGROUPS = 8 simdgroups adds up the numbers of its lanes, and writes the sums to `memory`, threadgroup memory
+// with one float for each number and simdgroup. After the barrier lane k of every simdgroup reads the sum of simdgroup
+// k (the lanes from 8 on take 0), and every simdgroup adds them up.
 template <int N>
 void sum_over_threadgroup(thread float (&of)[N], int simdgroup, int lane, threadgroup float* memory) {
   for (int n = 0; n < N; ++n) {
@@ -94,12 +98,12 @@ void sum_over_threadgroup(thread float (&of)[N], int simdgroup, int lane, thread
 }
 
 // The first launch of a forward step: compute the recurrent products of all gates and units, x Wh^T with x = mask *
-// h_before (Previous, in stepwise_forward.metal), and write them to `after` [B, D G H] as floats.
-//   width      the G H numbers per direction. They are columns of one matrix here: the product gets them as one block
-//              (OneBlock) from column 0 on, all COLUMNS together, and adds up each sum in 1 segment
+// h_before, and write them to a.after [B, D G H] as floats. (The type of x, Previous, is in stepwise_forward.metal.)
+//   width      the number of columns of the product, G H per direction. Here the weights are not divided by gates
+//              (OneBlock), and each sum is computed in one part (1 segment)
 //   b0, j0     the first batch item and column of the threadgroup; a `cell` is one number of the result
-//   start      where h begins in the previous row, behind the floats; h_of makes a pointer of it
-// pad_row pads a row of fewer than 8 elements, which Metal would bind in another address space.
+//   start      where h begins in the previous row, behind the floats; h_of returns a pointer to it
+// pad_row fills a row up to 8 elements, because MLX would pass a shorter array in another address space.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_product(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -118,8 +122,9 @@ void stepwise_norm_product(
   pad_row(a.after, carried<S>(Index(s.B) * s.D * width), group, 32 * simdgroup + lane);
 }
 
-// Return x, the number that is normalised, of one gate and unit j: the recurrent product or, if IS_SUM, its sum with z,
-// the input's part of the preactivation. width: the G H numbers per direction. carry_at reads a float of a row.
+// Return the number that is normalised for one gate and unit j of batch item b: the recurrent product or, if IS_SUM,
+// the sum of this product and z, the input's part of the preactivation. width: how many numbers of gates there are per
+// direction. carry_at reads a float of a row.
 template <class Cell, class Arrays>
 float before_norm(thread const Step& s, thread const Arrays& a, int b, int gate, int j) {
   const int width = Cell::GATES * s.H, block = Cell::block(gate) * s.H + j;
@@ -132,8 +137,9 @@ float before_norm(thread const Step& s, thread const Arrays& a, int b, int gate,
 //   states   h, then c: on entry those before the step, times `keep`; on return the new ones
 //   y        on return the numbers that the cell saves: the gates
 //   o        on return the last gate's preactivation without its peephole, for normed_output
-// q[gate] becomes the norm's result. If IS_SUM, q already contains z, so y begins with 0: Cell::forward adds both. p:
-// the cell's constants, such as peephole weights. u: the inputs of a user's cell.
+// q[gate] becomes the result of the norm, which Cell::forward adds to y[gate]. y is z, the input's part of the
+// preactivations, or 0 if q already contains z (IS_SUM). p: the cell's constants, such as peephole weights. u: the
+// inputs of a user's cell.
 template <class Cell, class Arrays>
 void normed_unit(
     thread const Step& s, thread const Arrays& a, int b, int j, thread const Moments (&of)[Norm<Cell>::GROUPS],
@@ -158,11 +164,11 @@ void normed_unit(
 
 // Normalise c and return m = o s_output(norm(c)), where s_output is the activation of c; m is h, or what a projection
 // multiplies. For an LSTM only, which has 4 gates.
-//   o      o's preactivation without its peephole      of   the moments of c
+//   o      gate o's preactivation without the peephole term      of   the moments of c
 //   c      on entry c before the norm; on return, if IN_STATE, the normalised c
 //   seen   norm(c), with scale and shift: the c that the output sees
-//   y      the gates. If o's peephole reads the normalised c, which was not known before, gate o is computed again
-//          here. Its argument 0.0f is the forget bias, which only gate f has
+//   y      the gates. If the peephole of o reads the normalised c, gate o is computed again here, because this c was
+//          not known before. Its argument 0.0f is the forget bias, which only gate f has
 template <class Cell, class Arrays>
 float normed_output(
     thread const Step& s, thread const Arrays& a, int j, float o, thread const Moments& of, thread float& c,
@@ -179,11 +185,11 @@ float normed_output(
   return y[Cell::GATE_O] * activate(Cell::activation(Cell::OUTPUT), seen);
 }
 
-// The second launch of a forward step: compute the norms and the cell, and write the same row as a cell without norms
-// does (stepwise_forward.metal): c as float, h, and if SAVES the gates, for a backward pass. The first loop collects
-// the moments of the gates' norms, the second one those of c, the third one computes and writes the results. Each norm
-// has its own part of `sums`, so one barrier per norm is enough. All threads of a threadgroup have the same batch item,
-// so all or none reach a barrier.
+// The second launch of a forward step: compute the norms and the cell, and write the row a.after: c as float, h and, if
+// SAVES, the gates for a backward pass. A cell without norms writes the same row (stepwise_forward.metal). The first
+// loop computes the moments of the gates' norms, the second loop those of c, and the third loop computes and writes the
+// results. Each norm has its own part of the threadgroup memory `sums`, so one barrier per norm is enough. All threads
+// of a threadgroup have the same batch item, so either all threads reach a barrier or none does.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_norm_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -225,38 +231,38 @@ void stepwise_norm_forward(
 
 // --- Backward ---
 
-// Stands for Cell in the kernel stepwise_dh, which computes the gradient of h from a row of the backward pass. In a
-// cell with norms this row has, behind the floats, the gradients of the products. stepwise_dh multiplies them with Wh
-// in one segment (SEGMENTS). For a GRU without norms it would multiply the candidate's dz by the gate r first; here
-// this is already done. ADDS_CARRY: whether stepwise_dh also adds the carry of h to the result (PASSES_H). CARRIED +
-// PASSES_H is the same as in Cell, so that the row has the same number of floats.
+// The argument Cell of the kernel stepwise_dh for a cell with norms. stepwise_dh computes the gradient of h from a row
+// of the backward pass. In a cell with norms this row has, behind the floats, the gradients of the products, which
+// stepwise_dh only has to multiply by Wh (SEGMENTS is 1). For a GRU without norms it would first multiply the
+// candidate's dz by the gate r; here this is already done. ADDS_CARRY: whether stepwise_dh also adds the carry of h to
+// the result (PASSES_H). CARRIED + PASSES_H is the same as in Cell, so that the row has the same number of floats.
 template <class Cell, bool ADDS_CARRY>
 struct CellForDh {
   enum { GATES = Cell::GATES, PRODUCTS = GATES, GRADIENTS = GATES, SEGMENTS = 1, SUMMED = Cell::SUMMED };
   enum { CARRIED = int(Cell::CARRIED) + int(Cell::PASSES_H) - int(ADDS_CARRY), PASSES_H = ADDS_CARRY };
-  static int block(int gate);  // named by code that never runs with one segment
+  static int block(int gate);  // code that never runs with one segment names this function
 };
 
-// The first launch of a backward step: compute dh_t [B, D K], the gradient of h, from the products of the step that the
-// forward pass processes next and from the cotangents. It leaves out the carry of h (`false`), because the second
-// launch adds it.
+// The first launch of a backward step: compute dh_t [B, D K], the gradient of h, from the gradients that the launch
+// before wrote and from the cotangents (the gradients that the caller gives). The argument `false` leaves out the carry
+// of h, which the second launch adds.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_dh(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   stepwise_dh<CellForDh<Cell, false>, Product, S>(a, sums, group, simdgroup, lane);
 }
 
-// Compute dh0 [B, D K], the gradient of the first h, once after all backward steps. Here no second launch follows. So
-// if the cell reads h besides in the product, as a GRU does (Cell::PASSES_H), the carry of h is added here.
+// Compute dh0 [B, D K], the gradient of the first h, once after all backward steps. No second launch follows. So if the
+// cell also reads h outside the product, as a GRU does (Cell::PASSES_H), the carry of h is added here.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_dh0(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   stepwise_dh<CellForDh<Cell, Cell::PASSES_H != 0>, Product, S>(a, sums, group, simdgroup, lane);
 }
 
-// The launch between the two of a backward step, if there is a projection h = m Wp^T: compute dm [B, D H] = dh_t Wp,
-// the gradient of m, with Wp [K, H] per direction. `dh_now` is the row with dh_t [B, D K], `weights` the transposed Wp.
-// The product gets `weights` as one block (OneBlock) from column 0 on, and each sum in 1 segment.
+// Compute dm [B, D H] = dh_t Wp, the gradient of m, if there is a projection h = m Wp^T with Wp [K, H] per direction.
+// This launch runs between the two launches of a backward step. a.dh_now: the row with dh_t [B, D K]. a.weights: the
+// transposed Wp. They are not divided by gates (OneBlock), and each sum is computed in one part (1 segment).
 template <class Product, class S, class Arrays>
 void stepwise_norm_dm(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -273,24 +279,24 @@ void stepwise_norm_dm(
   pad_row(a.after, Index(s.B) * s.D * s.H, group, 32 * simdgroup + lane);
 }
 
-// The gradients of one unit at one step, from unit_gradients.
+// The gradients of one unit at one step. The function unit_gradients computes them.
 //   dz      the gradients of its preactivations, one per gate
-//   carry   the gradient of c before the step, or of h without the part through the products; not yet multiplied by
-//           `keep`
+//   carry   the gradient of c before the step, or that of h without the part that goes through the products; it is
+//           not yet multiplied by `keep`
 //   of_c    the gradient of the result of the norm of c
 template <int GATES>
 struct UnitGradients {
   float dz[GATES], carry, of_c;
 };
 
-// Compute d.of_c, the gradient of the result of the norm of c, and the gradient of gate o's preactivation, from dm, the
-// gradient of m = o s_output(norm(c)).
+// Compute two gradients of an LSTM whose output is m = o s_output(norm(c)), from dm, the gradient of m: d.of_c, the
+// gradient of norm(c), and d.dz[GATE_O], the gradient of the preactivation of gate o.
 //   y, p    the gates; the constants of the unit, such as peephole weights
 //   seen    norm(c)      s   on return s_output(seen)
-//   d       on entry d.dz[GATE_O] is the cotangent of gate o, and d.carry the gradient of the new c from outside m; on
-//           return d.dz[GATE_O] is the gradient of o's preactivation
-// If IN_STATE, the later step read norm(c), so d.carry is a part of d.of_c and becomes 0. Otherwise it stays the
-// gradient of c itself.
+//   d       on entry d.dz[GATE_O] is the cotangent of gate o (the gradient that the caller gives for it), and d.carry
+//           the gradient of the new c without the part that goes through m
+// If IN_STATE, the next step got norm(c), so d.carry is added to d.of_c and becomes 0. Otherwise d.carry is the
+// gradient of c before the norm, without the part that goes through m.
 template <class Cell>
 void norm_of_c_backward(
     thread const float (&y)[4], thread const float (&p)[Cell::CONSTANTS], float seen, float dm, thread float& s,
@@ -303,8 +309,9 @@ void norm_of_c_backward(
   if (Norm<Cell>::IN_STATE) d.carry = 0.0f;
 }
 
-// Compute d, the gradients of unit j at this step. The norm of c needs two sums over all units, c_sums: of g = scale *
-// d.of_c, and of g times norm_c_y. As long as they are not known (`has_sums` is false), stop after d.of_c.
+// Compute d, the gradients of unit j of batch item b at this step. The norm of c needs two sums over all units, c_sums:
+// the sum of g = scale * d.of_c, and the sum of g times norm_c_y. The kernel calls this function first to compute these
+// sums. In that call has_sums is false, and the function returns as soon as d.of_c is known.
 //   starts          whether this is the item's first step: the states before it are h0 and c0
 //   y, p, u         the saved gates; the unit's constants; u[0] is q, the product of a GRU's candidate
 //   before, after   the states before the step, times `keep`, and after it: h first, then c
@@ -342,11 +349,11 @@ void unit_gradients(
     constexpr int NORMS = Norm<Cell>::OF == NOTHING ? 1 : Norm<Cell>::GROUPS + 1;
     const float of_norm = a.norm_r[place(s, s.t, b, NORMS) + NORMS - 1];
     ds[1] = d.carry + (d.of_c * scale - (c_sums[0] + normed * c_sums[1]) / H) * of_norm;
-    // Cell::backward asks whether the clip changed c. The clip comes before the norm, but if IN_STATE, the saved c is
-    // the normalised one. So c before clip and norm is computed again.
+    // Cell::backward must know whether the clip changed c. The clip comes before the norm. If IN_STATE, the saved c is
+    // the normalised one, so c before clip and norm is computed again.
     if (Norm<Cell>::IN_STATE) after[1] = y[Cell::GATE_F] * before[1] + y[Cell::GATE_I] * y[Cell::GATE_G];
-    // norm_of_c_backward has already used dm, the gradient of m. So ds[0] stays 0 here, and Cell::backward also gets 0
-    // for gate o. The gradient of o's preactivation is set aside meanwhile.
+    // norm_of_c_backward has already computed the gradients that go through m, among them that of o's preactivation
+    // (of_o). So Cell::backward gets 0 as the gradient of m (ds[0]) and for gate o, and of_o is restored afterwards.
     const float of_o = d.dz[Cell::GATE_O];
     d.dz[Cell::GATE_O] = 0.0f;
     Cell::backward(p, u, y, before, after, ds, d.dz, du, dp);
@@ -361,19 +368,20 @@ void unit_gradients(
   }
 }
 
-// The second launch of a backward step. The first loop over the units adds up the two sums for the norm of c, in of[0]
-// and of[1], which are free until the second loop, because unit_gradients takes c_sums as a constant. The second loop
-// computes those for the norms of the gates: of[2 n] is the sum of g, and of[2 n + 1] that of g y, over the numbers of
-// norm n. g is the gradient of the norm's result times its scale (`scaled`). Each norm has its own part of `sums`. The
-// third loop computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps), and writes `after`:
+// The second launch of a backward step: compute the gradients in the cell and in the norms. The first loop over the
+// units adds up the two sums for the norm of c, in of[0] and of[1], because unit_gradients takes c_sums as a constant.
+// The second loop adds up the sums for the norms of the gates: of[2 n] is the sum of g, and of[2 n + 1] the sum of g y,
+// over the numbers of norm n. g is the gradient of the norm's result times its scale (`scaled`). Each norm has its own
+// part of the threadgroup memory `sums`. The third loop computes the gradient of x, (g - mean(g) - y mean(g y)) /
+// sqrt(variance + eps), and writes the row a.after:
 //   [B, D H]    float: the carry, which the launch of the step before reads
 //   [B, D H]    float, with `keep` only: the carry before its multiplication by keep
 //   [B, D G H]  the gradients of the recurrent products
 //   [B, D G H]  if the gates have norms: dz, the gradients of the preactivations
-//   [B, D H]    with a norm of c: the gradient of its result
-// An item that has ended (not `live`) adds nothing to the sums. It copies its carry and its gradients of products from
-// `before`; the first launch of the pass (`begins`), which has no row before, takes dcT, the cotangent of the last c,
-// and zeros.
+//   [B, D H]    with a norm of c: the gradient of the result of this norm
+// For an item that has ended (not `live`) the loops add nothing to the sums, and its carry and its gradients of
+// products are copied from a.before. The first launch of the pass (`begins`) has no row before it. There the carry is
+// dcT, the cotangent of the last c, and the gradients of products are 0.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -447,12 +455,12 @@ void stepwise_norm_backward(
 }
 
 // After the last step, copy COUNT blocks of H numbers from the rows of a backward pass into `sequence` [T, B, D COUNT
-// width], whose type is A; write 0 past an item's end. They are those that only a cell with norms has;
-// stepwise_gradients copies the others.
-//   rows    all rows of the pass, with elements of type X, in several arrays; a.starts: the number of the first row of
-//           each. row_of (stepwise_rows.metal) finds a row. The backward pass runs from the last step to the first, so
-//           step n has row T - 1 - n
-//   kind    [0] the elements of a row; [1] width, the number of units; [2] the number of the first row
+// width]; write 0 past an item's end. These are the blocks that only a cell with norms has; stepwise_gradients copies
+// the other blocks.
+//   rows    all rows of the pass, with elements of type X, in several arrays; a.starts has the number of the first row
+//           of each array. row_of (stepwise_rows.metal) finds a row. The backward pass runs from the last step to the
+//           first, so step n has row T - 1 - n
+//   kind    [0] the elements of a row; [1] width, the number of units; [2] the number of the first row of this kind
 //   FLOATS, FIRST   how many floats of a unit, then how many numbers of dtype S, lie before the blocks
 // Thread (k, n, d) copies the numbers of unit k % width of item k / width, at step n in direction d.
 template <int COUNT, int FIRST, int FLOATS, class S, class X, class Arrays, class A>

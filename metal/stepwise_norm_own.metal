@@ -3,24 +3,28 @@
 //
 // A step has two launches, as in stepwise_norm.metal: stepwise_norm_dh computes dh_t, the gradient of h; then the
 // kernel of this file computes the other gradients. A threadgroup of ITEM_THREADS = 256 threads has one batch item, and
-// thread n the units n, n + 256, ... It loops over them twice: for the two sums that each norm needs, then for the
-// results. Both loops compute the gradients of a unit, because a thread has too many units to keep them.
+// thread n the units n, n + 256, ... A thread loops over its units twice: for the two sums that each norm needs, then
+// for the results. Both loops compute the gradients of the units, because a thread may have too many units to keep them
+// in registers.
 //
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array
-//   row       the array that a launch writes. a.after: that of this launch, a.before: that of the step processed before
-//   carry     the gradient of a state without the part through the product, which the next launch reads
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, H, D
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
-//   b, j      batch item, unit; live: the item has not ended at this step
-//   Cell      the cell's struct (cell.metal): GATES; INPUTS, numbers that a step reads per unit; SUMMED, parameters
-//             that need a gradient; GRADIENTS, how many gradients of preactivations it stores, those of the norm's
-//             results first; CARRIED, the states besides h
+//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
+//   row          the array that a launch writes: a.after. a.before: the row of the step processed before this one
+//   carry        the gradient of a state, without the part that goes through the product; the next launch reads it
+//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, D
+//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
+//                without T
+//   b, j, live   the batch item and the unit; whether the item has not ended at this step
+//   Cell         the cell's struct (cell.metal): GATES; INPUTS, numbers that a step reads per unit; SUMMED, parameters
+//                that need a gradient; GRADIENTS, how many gradients of preactivations it stores, those of the norm's
+//                results first; CARRIED, the states besides h
 //   CARRIES<Cell>, FIRST_CARRY<Cell>   how many states have a carry, and the first of them: 0 for h, else 1
-//   Norm<Cell>   its norms: GROUPS, how many; IS_EACH: one for each gate, else one for all
-//   a.dh_now  the row with dh_t            a.norm_y   [T, B, D G H]: y
-//   a.norm_r  [T, B, D R]: 1 / sqrt(variance + eps) of each of R norms      a.norm_scale   [D, G H]
+//   Norm<Cell>   the norms: GROUPS, how many there are; IS_EACH: one for each gate, else one for all gates
+//   a.dh_now     the row with dh_t
+//   a.norm_y     the normalised numbers y, [T, B, D G H]
+//   a.norm_r     1 / sqrt(variance + eps) of each of R norms, [T, B, D R]
+//   a.norm_scale the scale, [D, G H]
 //
-// The row `after`, in this order (N carries, V = SUMMED, G = GATES, U = INPUTS, M = GRADIENTS):
+// The row a.after contains, in this order (N carries, V = SUMMED, G = GATES, U = INPUTS, M = GRADIENTS):
 //   [B, D N H]  float: the carries
 //   [B, D N H]  float, with `keep` only: the carries before their multiplication by keep
 //   [B, D V H]  float: the gradients of the parameters, summed over all steps so far
@@ -29,10 +33,10 @@
 //   [B, D M H]  the gradients of the preactivations
 
 // The gradients of one unit at one step.
-//   ds         those of the states before the step, h first: the carries, times `keep`
-//   unscaled   the same before the multiplication by keep
-//   dp         those of the parameters, summed over the steps so far
-//   d          those of the preactivations         du   those of the inputs
+//   ds         the carries (gradients of the states before the step, without the part through the product), h first
+//   unscaled   the carries before their multiplication by `keep`
+//   dp         the gradients of the parameters, summed over the steps so far
+//   d          the gradients of the preactivations         du   the gradients of the inputs
 // SIZE_FOR: the size of an array, at least 1, because Metal has no arrays of size 0.
 template <class Cell>
 struct OwnGradients {
@@ -40,11 +44,12 @@ struct OwnGradients {
   float d[Cell::GRADIENTS], du[SIZE_FOR<Cell::INPUTS>];
 };
 
-// Compute g, the gradients of unit j of batch item b; on entry they are zeros. Begin with the carries and the sums dp
-// that the launch before wrote, or at the pass's first launch with dcT, the cotangent of the last states besides h (h
-// has its own, dhT, which is in dh_t already). If the item has ended (not `live`), nothing is added to them. params_at:
-// where the gradients of the parameters begin in a row. take_carries and take_blocks read numbers of a unit that lie H
-// apart; their last argument is the first state to be set, 1 for the one after h.
+// Compute g, the gradients of unit j of batch item b; on entry they are zeros. The carries and the sums dp continue
+// those that the launch before wrote. The first launch of the pass takes dcT instead, the cotangent of the last states
+// besides h. (The cotangent of the last h is already in dh_t.) If the item has ended (not `live`), nothing is added.
+// params_at: where the gradients of the parameters begin in a row. take_carries and take_blocks read numbers of a unit
+// that lie H apart; their last argument is the index of the first number to set, for example 1 for the first state
+// after h.
 template <class Cell, class S, class Arrays>
 void own_gradients(
     thread const Step& s, thread const Arrays& a, int b, int j, bool live, Index params_at,
@@ -60,12 +65,12 @@ void own_gradients(
   if (live) live_unit_backward<Cell, S>(s, a, b, j, dh, g.ds, g.unscaled, g.dp, g.d, g.du);
 }
 
-// Compute the gradients of a step and write the row `after`. The first loop adds up of[2 n] and of[2 n + 1]: for norm n
-// the sums over all its numbers of g and of g y, where g is the gradient of the norm's result times its scale
-// (`scaled`). The second loop computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps). An item
-// that has ended copies its gradients of products from `before`, and 0 in the first launch (`begins`). Product, which
-// all kernels of a step have, is not used.
-//   units       the numbers of one block in a row, B D H
+// Compute the gradients of a step and write the row a.after. The first loop adds up two sums over the numbers of norm
+// n: of[2 n] is the sum of g, and of[2 n + 1] the sum of g y, where g is the gradient of the norm's result times its
+// scale (`scaled`). The second loop computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps). For
+// an item that has ended the gradients of products are copied from a.before; in the first launch of the pass (`begins`)
+// they are 0. The parameter Product is not used; all kernels of a step have it.
+//   units       how many numbers one block has in a row, B D H
 //   start       where the numbers of dtype S begin in a row, behind the floats
 //   params_at   where the gradients of the parameters begin
 template <class Cell, class Product, class S, class Arrays>

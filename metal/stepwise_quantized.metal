@@ -1,31 +1,36 @@
-// The recurrent product of a forward step with quantized weights (format: quantized.metal). The result `sums` in
-// threadgroup memory has a row per batch item and a column per unit and gate; each number is a sum of K terms x w.
-// stepwise_lanes.metal has its formula, and describes x, Gates, FIRST, UNITS, block, B, H, K.
+// The recurrent product of one forward time step with quantized weights, whose format quantized.metal describes. The
+// result `sums` in threadgroup memory has a row per batch item and a column per unit and gate; each number is a sum of
+// K terms x w. stepwise_lanes.metal has the formula, and describes x, Gates, FIRST, UNITS, block, B, H and K.
 //
-// Few batch items (QuantizedByLanes): a team of eight lanes computes a whole column, which needs one row of weights. A
-// threadgroup of 64 threads has eight teams; team m computes the columns m, m + 8, ... A lane multiplies TAKEN
-// neighbouring weights at a time, which share a scale. It does not dequantize them: it adds up x times the integers or
-// small floats q, and applies scale and bias to these sums. Many batch items: the product ByTiles
-// (stepwise_tiles.metal) multiplies 8 x 8 matrices; each lane dequantizes its weights in registers just before. This
-// file gives it LaneColumns for quantized weights.
+// For few batch items there is the struct QuantizedByLanes: a team of eight lanes computes a whole column, which needs
+// one row of weights. A threadgroup of 64 threads has eight teams; team m computes the columns m, m + 8, ... A lane
+// multiplies TAKEN neighbouring weights at a time, which share a scale. It does not dequantize them. It adds up x times
+// the integers or small floats q, and applies scale and bias to these sums. For many batch items there is the struct
+// ByTiles (stepwise_tiles.metal), which multiplies 8 x 8 matrices; a lane dequantizes its weights in registers just
+// before. This file defines the struct LaneColumns of ByTiles for quantized weights.
 //
-//   BITS     the bits of a weight       GROUP   how many weights of a row share a scale: a quantization group
-//   Packed   the struct of a quantized matrix: words, 32 bits each, with the bits of the weights; scales; biases, whose
-//            type B is Absent if there are none. A, T: types of scales and of biases
-//   number_at<BITS>(words, e, biases)   for weight e the number that the product uses in place of q
-//   of_group, scale_of, value_of        apply scale and bias to a group's sum; read a scale; number_at's result as q
-//   ROWS     batch items of a threadgroup       OWN   how many columns (rows of weights) a team has
-//   COUNT    TAKEN<BITS, GROUP, ROWS>           rows  a lane's pointers into x, one per batch item
-//   R        the type of such a pointer: operands_at<N>(row, k, values) reads N numbers from number k on, move(row, n)
-//            goes n numbers further
-//   place    a lane's number in its team; in the product in tiles its row in an 8 x 8 matrix
-//   turn     the product in tiles adds up K in turns of TURN = 128 terms; a turn is 16 pairs of 8 x 8 matrices
-//   quad     four successive pairs of these. A lane has 16 neighbouring weights per turn and column: number 4 n + m is
-//            for matrix m of quad n
-//   Index    the integer type that counts elements of arrays;  Absent: in place of an array that the call lacks
+//   BITS         the bits of a weight
+//   GROUP        how many neighbouring weights of a row share a scale: a quantization group
+//   Packed       the struct of a quantized matrix: 32-bit words with the bits of the weights, scales, and biases, whose
+//                type B is Absent if there are none. A, T: the types of scales and of biases
+//   number_at<BITS>(words, e, biases)   the number that the product uses in place of q of weight e
+//   value_of, scale_of   return the result of number_at as q; read a scale
+//   of_group     applies scale and bias to the sum over a group
+//   ROWS         the batch items of a threadgroup
+//   OWN          how many columns (rows of weights) a team has
+//   COUNT        TAKEN<BITS, GROUP, ROWS>
+//   rows         a lane's pointers into x, one per batch item, of type R. operands_at<N>(row, k, values) reads N
+//                numbers from number k on; move(row, n) goes n numbers further
+//   place        a lane's number in its team; in the product in tiles its row in an 8 x 8 matrix
+//   turn         TURN = 128 terms of each sum, which the product in tiles adds up at once, with 16 pairs of 8 x 8
+//                matrices
+//   quad         four successive pairs of these matrices. A lane has 16 neighbouring weights per turn and column:
+//                number 4 n + m is for matrix m of quad n
+//   Index        the integer type that counts elements of arrays
+//   Absent       the type of an array that the call does not have
 
-// Return the quantized weights from row number `row` of the matrix on. K: how many weights a row has; they fill K BITS
-// / 32 words. from(biases, n): a pointer to bias n, or `absent`.
+// Return the matrix of quantized weights that begins at row number `row` of `weights`. K: how many weights a row has;
+// they fill K BITS / 32 words. from(biases, n) is a pointer to bias n, or `absent` without biases.
 template <int BITS, int GROUP, class A, class B>
 Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row, int K) {
   const Index groups = row * (K / GROUP);
@@ -34,13 +39,14 @@ Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row
 
 // --- The product in lanes ---
 
-// TAKEN is the number of neighbouring weights of a row that a lane reads and multiplies at a time. They share a scale
-// and fill a whole number of 32-bit words. With several batch items it is smaller, because a lane then needs registers
-// for more sums. For odd BITS 16 weights do not fill whole words, so it stays 32.
+// How many neighbouring weights of a row a lane reads and multiplies at a time. They share a scale and fill a whole
+// number of 32-bit words. With several batch items it is 16, because a lane then needs registers for more sums. But for
+// odd BITS 16 weights do not fill whole words, so it stays 32.
 template <int BITS, int GROUP, int ROWS>
 constant constexpr int TAKEN = GROUP == 16 || (ROWS > 1 && BITS % 2 == 0) ? 16 : 32;
 
-// Read WORDS neighbouring words into `taken`, as vectors of four where WORDS allows it: fewer loads.
+// Read WORDS neighbouring words into `taken`. If WORDS is a multiple of 4, vectors of four are read, which takes fewer
+// loads.
 template <int WORDS>
 void take_words(const device uint* words, thread uint (&taken)[WORDS]) {
   if constexpr (WORDS % 4 == 0) {
@@ -52,34 +58,37 @@ void take_words(const device uint* words, thread uint (&taken)[WORDS]) {
   }
 }
 
-// Return the sum of `value` over N neighbouring lanes; all N lanes get it. first: 1, or a power of two; then a lane
-// gets the sum over only those of the N lanes whose distance from it is a multiple of `first`.
+// Return the sum of `value` over N neighbouring lanes. With first = 1 all N lanes get the sum of all N. With a larger
+// power of two as `first`, a lane gets the sum over those lanes whose distance from it is a multiple of `first`.
 template <int N> float sum_of_team(float value, int first) {
 #pragma clang loop unroll(full)
   for (int distance = first; distance < N; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
   return value;
 }
 
-// Where a lane reads one column (one row of quantized weights) next: the index of its next 32-bit word in the array
-// `words`, and the index of its quantization group in the arrays of scales and biases.
+// The position at which a lane reads next, in one row of quantized weights (one column of the product). words: the
+// index of the next 32-bit word in the array of words. group: the index of the quantization group in the arrays of
+// scales and biases.
 struct PackedColumn {
   Index words, group;
 };
 
-// What a lane gets from its next TAKEN weights of each of OWN columns, for ROWS batch items.
+// The sums of a lane over its next TAKEN weights of each of OWN columns, for ROWS batch items, before scale and bias
+// are applied.
 //   products[column][row]   the sum of x times number_at(weight)
-//   x_sums[row]             the sum of x, which the bias is multiplied with later
-//   scales, biases          those of the weights' group, per column. If several lanes share a group, only the first of
-//                           them reads them; the others have 0
+//   x_sums[row]             the sum of x, by which the bias is multiplied later
+//   scales, biases          scale and bias of the weights' group, per column. If several lanes share a group, only the
+//                           first of these lanes reads them; the others have 0
 template <int ROWS, int OWN>
 struct PartialSums {
   float products[OWN][ROWS], x_sums[ROWS], scales[OWN], biases[OWN];
 };
 
 // Multiply the lane's next TAKEN weights of each column by x of every batch item, and add the sums to `part`, which is
-// zero on entry. The lane reads scale and bias only if its weights are the first of their group (place % (GROUP /
-// COUNT) == 0). AT_ONCE: how many numbers of x are read before they are multiplied; with several batch items 4, to save
-// registers. Indices: e, the weight among these; r, the batch item; n, the column.
+// zero on entry. place: the lane's number in its team of eight. The lane reads scale and bias only if its weights are
+// the first of their quantization group (place % (GROUP / COUNT) == 0). AT_ONCE: how many numbers of x are read before
+// they are multiplied; it is 4 with several batch items, to save registers. e counts these numbers, r the batch items,
+// n the columns.
 template <int ROWS, int OWN, int BITS, int GROUP, class A, class B, class R>
 void multiply(
     thread R (&rows)[ROWS], Packed<BITS, GROUP, A, B> weights, thread PackedColumn (&columns)[OWN], uint place,
@@ -110,18 +119,20 @@ void multiply(
   }
 }
 
-// The product of ROWS batch items and COLUMNS columns by 64 threads: 8 teams of 8 lanes.
+// The product of ROWS batch items and COLUMNS columns with quantized weights, computed by 64 threads: 8 teams of 8
+// lanes.
 template <int HEIGHT, int WIDTH>
 struct QuantizedByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 64 };
 
-  // Compute `block.sums`. In each pass a team multiplies 8 COUNT weights of every own column, COUNT per lane. SHARE
-  // lanes have weights of one quantization group: their sums are added up first, then the scale is applied, which only
-  // the first of these lanes has (the others have 0, so their terms vanish). After the last pass only the lanes with
-  // place 0, SHARE, 2 SHARE, ... have sums; sum_of_team<8>(..., SHARE) adds them up for lane 0. The weights have one
-  // segment. A barrier at the end separates the writes of `sums` from the reads of the threads that compute the cells.
+  // Compute the product into `block.sums`. In each pass a team multiplies 8 COUNT weights of each of its columns, COUNT
+  // per lane. SHARE neighbouring lanes have weights of one quantization group. Their sums are added up first, then the
+  // scale is applied. Only the first of these lanes has the scale; the others have 0, so their terms are 0. After the
+  // last pass only the lanes with place 0, SHARE, 2 SHARE, ... have sums, and sum_of_team<8>(..., SHARE) adds them up.
+  // SEGMENTS is always 1 with quantized weights. The barrier at the end separates the writes of `sums` from the reads
+  // by the threads that compute the cells.
   //   first      the lane's first weight in a pass      partial   this lane's sums with scale and bias
-  //   columns    where it reads next: advanced by the words and the groups of 8 COUNT weights
+  //   columns    where the lane reads next; in a pass they move forward by 8 COUNT weights
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, int BITS, int GROUP, class A, class T>
   static void product(
       thread const X& x, Packed<BITS, GROUP, A, T> weights, int B, int H, int K, thread const Block& block) {
@@ -171,17 +182,19 @@ struct QuantizedByLanes {
 
 // --- The product in tiles ---
 
-// The weights that a lane multiplies in the product ByTiles, for quantized weights: those of two columns of the
-// product, which are two rows of weights. In each turn of 128 terms a lane holds 16 neighbouring weights of both.
+// The quantized weights that a lane multiplies in the product ByTiles: those of two columns of the product, which are
+// two rows of weights. The product adds up its terms in turns of 128; in each turn a lane holds 16 neighbouring weights
+// of each of the two rows.
 //   columns   the two rows of weights
 //   k         the number within a row of the lane's first weight in the next turn
-//   lane, leader   the lane's number; that of the lane with the first weights of the same quantization group, which
-//                  alone reads scale and bias
+//   lane     the lane's number
+//   leader   the number of the lane that has the first weights of the same quantization group; only this lane reads
+//            the scale and bias
 //   words     the bits of the 16 weights of each column       factors   scale and bias of each column
-// WORDS: the 32-bit words of 16 weights. SPAN, QUADS, STEP: what ByTiles asks of every LaneColumns. SPAN: the distance
-// in memory of neighbouring columns of x. QUADS: how many quads of a turn a simdgroup multiplies, STEP: the distance
-// between them. The last template argument is 1: other weights have several simdgroups (slices) that divide a turn;
-// here they would read the same words.
+// WORDS: how many 32-bit words hold 16 weights. Every LaneColumns has SPAN (the distance in memory between neighbouring
+// columns of x), QUADS (how many quads, of four matrix pairs each, a simdgroup multiplies per turn) and STEP (the
+// distance between quads). The last template argument is the number of simdgroups (slices) that divide a turn. It is 1
+// here, because several simdgroups would read the same words.
 template <int BITS, int GROUP, class A, class B>
 struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   enum { SPAN = 16, QUADS = 4, STEP = 4, WORDS = (BITS + 1) / 2 };
@@ -191,9 +204,10 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   float2 factors[2];
 };
 
-// Set this lane's column e (0 or 1) to row number `row` of the weights, which have K numbers per row. `first` is the
-// number within the row at which the product begins; this lane's weights begin at first + 16 place. The last parameter,
-// the number of the slice, is not used: there is only one.
+// Set this lane's column e (0 or 1) to row number `row` of the weights, which have K numbers per row. first: the number
+// within the row at which the product begins. place: the lane's row in an 8 x 8 matrix; its weights begin at number
+// first + 16 place. The last parameter is not used: with other weights it is the number of a slice, one of several
+// simdgroups that share the terms.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,
@@ -204,27 +218,28 @@ void find_column(
   own.columns[e].biases = column.biases;
   own.k = first + 16 * place;
   own.lane = lane;
-  // Bits 2, 4 and 16 of `lane` are the number of its row in an 8 x 8 matrix. Each matrix row has 16 weights, so 2, 4 or
-  // 8 matrix rows share a group of 32, 64 or 128 weights. The group's first lane has zeros in the lowest 1, 2 or 3 of
-  // these bits.
+  // The bits with the values 2, 4 and 16 in `lane` are the number of the lane's row in an 8 x 8 matrix. A matrix row
+  // has 16 weights, so 2, 4 or 8 matrix rows share a group of 32, 64 or 128 weights. In the first lane of a group the
+  // lowest 1, 2 or 3 of these bits are 0.
   own.leader = lane & ~(GROUP == 16 ? 0 : GROUP == 32 ? 2 : GROUP == 64 ? 6 : 22);
 }
 
-// Return the bias that lane `leader`, the first lane of a quantization group, has read. Without biases return 0. The
-// last parameter is there for its type: Absent, or that of the array of biases.
+// Return the bias that lane `leader`, the first lane of a quantization group, has read. Return 0 if the weights have no
+// biases: then the last parameter, the array of biases, has the type Absent.
 inline float of_leader(float, int, Absent) { return 0.0f; }
 template <class B> float of_leader(float bias, int leader, B) { return simd_shuffle(bias, ushort(leader)); }
 
-// Read the lane's 16 weights of both columns, and their scales and biases, for one turn. Then advance k to the next
-// turn, TURN = 128 numbers further. inside: whether the lane's weights lie within the row. If not, they become 0, as
-// after the end of K other weights follow.
+// Read the lane's 16 weights of both columns for one turn of 128 terms, and their scales and biases. Then set k to the
+// next turn. inside: whether the lane's weights lie within the row. If not, they become 0, because in memory other
+// weights follow after the end of a row.
 template <int BITS, int GROUP, class A, class B>
 void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool inside) {
   constexpr int WORDS = (BITS + 1) / 2;
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     float scale = 0.0f, bias = 0.0f;
-    // 16 weights take 16 BITS bits, which are BITS ushorts. If BITS is odd, they may begin in the middle of a word.
+    // 16 weights take 16 BITS bits, which are BITS numbers of type ushort. If BITS is odd, they may begin in the middle
+    // of a 32-bit word, so they are read as ushort.
     const device ushort* halves = (const device ushort*)own.columns[e].words + own.k / 16 * BITS;
 #pragma clang loop unroll(full)
     for (int n = 0; n < WORDS; ++n) {
@@ -247,17 +262,18 @@ void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool in
   own.k += TURN;
 }
 
-// Read the lane's weights of a whole turn, in which no lane's weights lie past the end of the K weights (`true`).
+// Read the lane's weights of a whole turn of 128 terms, in which no lane's weights lie past the end of the row
+// (`true`).
 template <int BITS, int GROUP, class A, class B>
 void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own) { load_columns(own, true); }
 
-// Return a weight: scale * q, or scale * q + bias. factors: scale and bias. The last parameter is there for its type:
-// Absent, or that of the array of biases.
+// Return a dequantized weight: scale * q + bias, or scale * q if the weights have no biases. factors: scale and bias.
+// The last parameter, the array of biases, is there for its type: Absent without biases.
 inline float weight_of(float q, float2 factors, Absent) { return factors.x * q; }
 template <class B> float weight_of(float q, float2 factors, B) { return factors.x * q + factors.y; }
 
-// Dequantize the lane's weights for quad n of the turn, as w[column][m]: column 0 or 1 of the lane, matrix m of the
-// quad's four.
+// Dequantize the lane's weights for quad n of the turn (four pairs of 8 x 8 matrices), as w[e][m]: column e (0 or 1) of
+// the lane, pair m of the quad.
 template <int BITS, int GROUP, class A, class B>
 void weights_of(
     thread const LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int n, thread float (&w)[2][4]) {
@@ -270,10 +286,11 @@ void weights_of(
   }
 }
 
-// Multiply what remains of K after the whole turns: `left` numbers, a multiple of 16 because K is a multiple of the
-// group. Lanes past the end multiply zeros. place: the lane's row in an 8 x 8 matrix, which has 16 of the numbers. The
-// parameter without a name is the slice: there is only one. operands: where the lane reads x in the tile. total: the
-// sums of ROWS batch items and eight columns.
+// Multiply the terms that are left of K after the whole turns of 128. left: how many they are, a multiple of 16,
+// because K is a multiple of the size of a quantization group. place: the lane's row in an 8 x 8 matrix, which has 16
+// of these terms; lanes past the end multiply zeros. The parameter without a name is used only for weights that are not
+// quantized. operands: where the lane reads x in threadgroup memory. total: the sums of ROWS batch items and eight
+// columns.
 template <int ROWS, int BITS, int GROUP, class A, class B>
 void multiply_rest(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int left, int place, int,

@@ -1,22 +1,22 @@
 // Kernels that copy "rows". In MLX several launches cannot write to one array. So each launch of a time step writes a
-// new array, a row, with the numbers of one step. After the last step one more launch copies all rows into sequences,
-// in the order of time. Metal binds at most 31 arrays to a launch, so that launch cannot read one row from each of many
-// steps. Therefore some launches of the pass also copy the rows of earlier steps into one larger array (stepwise_join).
-// Each thread reads and writes only its own numbers: no kernel here needs a barrier.
+// new array, called a row, with the numbers of one step. After the last step one more launch copies all rows into
+// sequences, in the order of time. Metal binds at most 31 arrays to a launch, so this launch cannot read each row as a
+// separate array. Therefore some launches of the pass also copy the rows of earlier steps into one larger array
+// (stepwise_join). Each thread reads and writes only its own numbers, so no kernel in this file needs a barrier.
 //
-//   row       first floats of every unit, such as c (S may have 16 bits, but these stay floats); then arrays of dtype
-//             S. X is the type of a row's elements: float, or ushort if S has 16 bits, and then a float takes two of
-//             them. carried<S>(n): how many elements of type S n floats take. carry_at(row, n): float number n
-//   pieces    arrays of one or more rows each, in the order of the launches
-//   starts    the index at which each piece begins, and at which the last one ends: in elements for stepwise_join, in
-//             rows for the launch after all steps
+//   row       first the floats of every unit, such as c; then arrays of dtype S. X is the type of a row's elements:
+//             float, or ushort if S has 16 bits. A float then takes two elements. carried<S>(n): how many elements of
+//             type S n floats take. carry_at(row, n): float number n
+//   piece     an array of one or more rows; the pieces are in the order of the launches
+//   starts    the index at which each piece begins, and at which the last one ends: counted in elements for
+//             stepwise_join, in rows for the launch after all steps
 //   kind      three numbers: [0] the elements of a row; [1] width, the number of units; [2] the index of the first row
 //             of this kind. With a projection there are two kinds: rows of the cells, then rows with h or dh
 //   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array;
 //             store(array, n, v) writes array[n] = v, or nothing if the array is absent
 //   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, D
 //   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
-//   b, j      batch item, unit. units: how many numbers one block has in a row, B D width
+//   b, j      batch item, unit. A block has one number per item, direction and unit: units = B D width numbers
 //   lengths   [B]: the number of steps of each item; live: the item has not ended at time t
 //   carry     in a backward pass the gradient of a state, without the part that goes through the recurrent product
 //
@@ -24,19 +24,20 @@
 // n in direction d. A forward pass wrote step n in row n; a backward pass, which runs from the last step to the first,
 // in row T - 1 - n.
 
-// The arrays that one launch joins: COUNT arrays, each with one or more rows (elements of type X).
+// The arrays that one launch copies into one larger array: COUNT arrays, each with one or more rows. X: the type of the
+// elements.
 template <int COUNT, class X>
 struct Pieces {
   const device X* rows[COUNT];
 };
 
-// Copy COUNT pieces one after the other into a.joined, in the launch of a later step, whose grid has additional
-// threadgroups for it.
+// Copy COUNT arrays ("pieces") one after the other into a.joined. The launch of a later step does this: its grid has
+// additional threadgroups for the copy.
 //   a.starts   the element of a.joined at which each piece begins, and the end of the last one
 //   a.first    [0] the index along x of the first threadgroup that joins; [1] the threads of a threadgroup; [2] the
 //              threads of all threadgroups that join
-//   own        the number of this thread among those that join: it copies the elements own, own + a.first[2], ...
-// The additional threadgroups exist for every index along y and z; only those with y = z = 0 copy.
+//   own        the number of this thread among all threads that copy; it copies the elements own, own + a.first[2], ...
+// The additional threadgroups exist for every index of the grid along y and z, but only those with y = z = 0 copy.
 template <int COUNT, class X, class Arrays>
 void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a, uint3 group, uint thread_index) {
   if (group.y + group.z > 0) return;
@@ -48,17 +49,17 @@ void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a
 
 // --- The launch after all steps ---
 
-// All rows of a pass, for the launch after all steps: up to 20 pieces, because a launch binds at most 31 arrays, and
-// this one also has others. If there are fewer, the last one is repeated.
+// All rows of a pass, for the launch after all steps, in up to 20 arrays ("pieces"). A launch binds at most 31 arrays,
+// and this launch has others, too. If there are fewer than 20 pieces, the last one is repeated.
 template <class X>
 struct Rows {
   const device X* pieces[20];
 };
 
-// Return a pointer to row number m of one kind. starts[n] is the number of the first row in piece n, counted over the
-// rows of all kinds; kind[2] is the number of this kind's first row, kind[0] the elements of a row. The loop finds the
-// last piece that begins at row m or before. Repeated pieces begin behind the last row, so it finds none of them. It
-// has no early exit, so that the compiler can unroll it and keep the pieces in registers.
+// Return a pointer to row number m of one kind of rows. starts[n]: the number of the first row in piece n, counted over
+// the rows of all kinds. kind[2]: the number of the first row of this kind; kind[0]: the elements of a row. The loop
+// finds the last piece that begins at this row or before. Repeated pieces begin behind the last row, so the loop finds
+// none of them. It has no early exit, so that the compiler can unroll it and keep the pointers in registers.
 template <class X>
 const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
   const device X* piece = rows.pieces[0];
@@ -75,11 +76,12 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
   return piece + (m - first) * Index(kind[0]);
 }
 
-// Copy the outputs of a forward pass from its rows: h, c and the gates of each step, and hT and cT, the states after an
-// item's last step (h0 and c0 if it has no step). Outputs that the call does not want are absent.
+// Copy the outputs of a forward pass from its rows into sequences: h, c and the gates of each step, and the last states
+// hT and cT. The last states are those after an item's last step, or h0 and c0 if the item has no steps. Outputs that
+// the call does not want are absent.
 //   GATES     how many numbers of a unit a row has behind h (the gates); 0 if none shall be copied
 //   CARRIES   how many floats a unit has in a row (c); 0 for the rows with h that a projection wrote
-//   ends      whether this step is the item's last one, or the first step of all if the item has none
+//   ends      whether this thread writes hT and cT: its step is the item's last one, or step 0 if the item has no steps
 template <int GATES, int CARRIES, class S, class X, class Arrays>
 void stepwise_outputs(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -105,20 +107,21 @@ void stepwise_outputs(
         float(arrays[units + place(s, 0, b, GATES * width) + gate * width + j]));
 }
 
-// Copy the results of a backward pass from its rows; stepwise_backward.metal has the order of a row's blocks. The
-// template parameters are members of the cell's struct (cell.metal), but CANDIDATE and RESET are for d_out only, and 0
-// without it; the letters count numbers per unit:
+// Copy the results of a backward pass from its rows into sequences; stepwise_backward.metal describes the order of a
+// row's blocks. The template parameters are members of the cell's struct (cell.metal), except for CANDIDATE and RESET,
+// which only d_out needs. The letters M, U and N count numbers per unit:
 //   dz      [T, B, D M width], M = GRADIENTS: the gradients of the preactivations; 0 past an item's end
 //   du      [T, B, D U width], U = INPUTS: the gradients of a user's cell's inputs; 0 past an item's end
 //   d_out   the gradient of a GRU's recurrent products: dz, but the candidate's block (number CANDIDATE on the gate
 //           axis) times the gate r (block number RESET)
 //   carry   [T, B, D N width] float: the N carries before their multiplication by keep; N = CARRIED + PASSES_H: states
 //           besides h, and 1 if the cell reads h outside its product
-//   dc0     [B, D CARRIED width]: the gradients of the first states; dw [B, D SUMMED width]: of a user's cell's
-//           parameters. Both are in the row of the launch that ran last, step n = 0
-// All but dz may be absent. With a projection dh lies in rows of its own; a second call copies it as if it were the dz
-// of a cell with one gate. params_at: where the parameters' gradients begin in a row, behind the carries (twice if
-// there is `carry`).
+//   dc0     [B, D CARRIED width]: the gradients of the first states besides h
+//   dw      [B, D SUMMED width]: the gradients of a user's cell's parameters. dc0 and dw are in the row of the last
+//           launch, which runs step n = 0
+// All arrays but dz may be absent. With a projection dh lies in separate rows; a second call of this function copies
+// them as if they were the dz of a cell with one gate. params_at: where the gradients of the parameters begin in a row.
+// The carries lie before them, twice if the call has the array carry.
 template <int GRADIENTS, int CANDIDATE, int RESET, int INPUTS, int CARRIED, int PASSES_H, int SUMMED, class S, class X,
     class Arrays>
 void stepwise_gradients(
@@ -155,10 +158,9 @@ void stepwise_gradients(
   }
 }
 
-// Compute m = o s_output(c) [D, T, B, H] at every step: what a projection multiplies with Wp. It is not saved, so it is
-// computed again for the gradient of Wp, from the gates [T, B, D 4H] and c [T, B, D H]; 0 past an item's end. Cell: the
-// LSTM's struct (cell_lstm.metal); its OUTPUT is the activation s_output. place_by_direction: the position of an item
-// in [D, T, B, H].
+// Compute m = o s_output(c) [D, T, B, H] at every step, the vector that a projection multiplies by Wp. The gradient of
+// Wp needs m. The forward pass does not save it, so it is computed again from the gates [T, B, D 4H] and c [T, B, D H];
+// it is 0 past an item's end. Cell: the LSTM's struct (cell_lstm.metal), whose OUTPUT is the activation s_output.
 template <class Cell, class S, class Arrays>
 void stepwise_projected(thread const Arrays& a, uint3 thread_index) {
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);

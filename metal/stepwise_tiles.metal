@@ -1,40 +1,49 @@
-// The recurrent product of a step for many batch items, by products of 8 x 8 matrices:
+// The recurrent product of one time step for many batch items, computed with products of 8 x 8 matrices:
 //
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k],   k = 0 ... K - 1
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
 //
-// A threadgroup computes ROWS batch items from b0 on, and UNITS units from j0 on of each gate from FIRST on (COLUMNS
-// columns). Simdgroup s (32 lanes) computes the columns 8 s ... 8 s + 7. The K terms are added in turns of TURN = 128.
-// In a turn the threads first copy 128 numbers of x of all items, as float, into a "tile" in threadgroup memory,
-// because all simdgroups read them. A weight is used by one simdgroup only: lanes read weights from device memory.
+// A threadgroup computes ROWS batch items from b0 on and COLUMNS columns: UNITS units from j0 on, for each gate from
+// FIRST on. Simdgroup s (32 lanes) computes the columns 8 s ... 8 s + 7. The K terms of a sum are added in turns of
+// TURN = 128 terms. In a turn the threads first copy 128 numbers of x of all items, as float, into a "tile" in
+// threadgroup memory, because all simdgroups read them. A weight is used by one simdgroup only, so lanes read weights
+// from device memory.
 //
-//   slice    if there are few columns, SLICES simdgroups share eight columns, so that more threads are at work; each
-//            multiplies a part of every turn. The results are sums [SLICES, ROWS, COLUMNS]; then those of the other
-//            slices are added to the first
-//   quad     four of the 16 pairs of 8 x 8 matrices (x, weights) of a turn. Terms may be added in any order, so a quad
-//            takes its terms such that each lane has neighbouring numbers in memory: column c of x and row c of the
-//            weights in pair m are number SPAN c + m of the quad. QUADS: how many quads a simdgroup multiplies per
-//            turn; STEP: how far apart they begin
-//   SPAN     4; for quantized weights 16 (stepwise_quantized.metal)
-//   PITCH    the distance of the tile's rows in floats
-//   x, row   the operand, a row of numbers per batch item. find_row(x, b, segment, row) lets `row` point to item b's
-//            numbers in one of SEGMENTS parts; operands_at<N>(row, k, values) reads N numbers from number k on;
-//            move(row, n) goes n numbers further. R: the type of row
-//   LaneColumns   the weights of one lane: of two columns, which are two rows of the weight matrix
-//   w        [column][m]: a lane's two weights in pair m of a quad       total   a simdgroup's sums, ROWS / 8 matrices
-//   S, W, Index   the dtype of the arrays; a pointer to weights; the integer type that counts elements
-//   block    a threadgroup's part of the result: b0, j0, simdgroup, lane; `sums`, which shares the memory of the tile
+//   slice        if there are few columns, SLICES simdgroups share eight columns, so that more threads are at work.
+//                Each multiplies a part of every turn. The results are sums [SLICES, ROWS, COLUMNS]; at the end the
+//                sums of all slices are added to those of the first one
+//   quad         four of the 16 pairs of 8 x 8 matrices (x, weights) of a turn. Terms may be added in any order, so
+//                they are assigned in such a way that each lane has neighbouring numbers in memory: column c of x and
+//                row c of the weights in pair m are number SPAN c + m of the quad
+//   QUADS, STEP  how many quads a simdgroup multiplies per turn; how many numbers apart they begin
+//   SPAN         4; for quantized weights 16 (stepwise_quantized.metal)
+//   PITCH        the distance between the tile's rows, in floats
+//   x            the operand, a row of numbers per batch item
+//   row          a position in x, of type R. find_row(x, b, segment, row) lets `row` point to item b's numbers in one
+//                of SEGMENTS parts; operands_at<N>(row, k, values) reads N numbers from number k on; move(row, n) goes
+//                n numbers further
+//   LaneColumns  the weights of one lane, of two columns, which are two rows of the weight matrix
+//   w            [column][m]: a lane's two weights in pair m of a quad
+//   total        a simdgroup's sums, ROWS / 8 matrices
+//   S, W, Index  the dtype of the arrays; a pointer to weights; the integer type that counts elements
+//   block        a threadgroup's part of the result: its first item b0 and unit j0, the thread's simdgroup and lane,
+//                and `sums`, which shares the memory of the tile
 //
-// Items and units past the end repeat the last ones; their results are not used. Terms past K are zeros.
+// Batch items and units past the end are computed from the numbers of the last ones, and their results are not used.
+// Terms past K are zeros.
 
-// PITCH is 132 instead of 128, so that the rows of a tile begin in different banks of threadgroup memory.
+// TURN: how many terms of each sum are added in one turn. PITCH: the distance between two rows of the tile in
+// threadgroup memory, in floats. It is 132 instead of 128, so that the rows begin in different banks of this memory.
 constant constexpr int TURN = 128, PITCH = TURN + 4;
 
-// The weights that one lane multiplies: those of two columns of the product, which are two rows of the weight matrix.
+// The weights that one lane multiplies, of two columns of the product, which are two rows of the weight matrix. This
+// specialization is for weights that are not quantized.
 //   columns       pointers to the lane's weights of the next turn, one per column
 //   numbers       its weights of the current turn: QUADS vectors of 4 neighbouring weights per column
-//   SPAN, QUADS, STEP   see the head of this file
-// Eight lanes with neighbouring vectors read 32 neighbouring weights, so quads begin 32 numbers apart, times SLICES.
+//   SPAN          the distance in memory between neighbouring columns of x
+//   QUADS, STEP   how many quads (of four matrix pairs) a simdgroup multiplies per turn; the distance between them
+// Eight lanes read 32 neighbouring weights of a row, one quad. The SLICES simdgroups that share a turn take quads
+// in rotation, so the quads of one simdgroup are 32 * SLICES numbers apart.
 template <class W, int SLICES> struct LaneColumns {};
 template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   enum { SPAN = 4, QUADS = 4 / SLICES, STEP = 32 * SLICES };
@@ -44,8 +53,9 @@ template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
 
 // Set the pointer of this lane's column e (0 or 1) to its first weights in row number `row` of the weight matrix, which
 // has K numbers per row. first: the number within the row at which the product begins. place: the lane's row in an 8 x
-// 8 matrix; it selects four of 32 numbers. slice: which of the simdgroups that share a turn. The parameter without a
-// name is the lane's number, which only quantized weights need.
+// 8 matrix, which decides on which 4 of 32 numbers the lane has. slice: the number of this simdgroup among the SLICES
+// simdgroups that share a turn of 128 terms. The parameter without a name is the lane's number, which only quantized
+// weights need.
 template <int SLICES, class S>
 void find_column(
     thread LaneColumns<const device S*, SLICES>& own, const device S* weights, int e, Index row, int K, int first,
@@ -53,8 +63,8 @@ void find_column(
   own.columns[e] = weights + row * K + first + 32 * slice + 4 * place;
 }
 
-// Read the lane's weights of both columns for the current turn, then move both pointers to the next turn. Four: a
-// vector of four S at any address.
+// Read the lane's weights of both columns for the current turn of 128 terms, then move both pointers to the next turn.
+// Four: a vector type for four numbers of type S at any address.
 template <int SLICES, class S>
 void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   using Four = typename Neighbours<S>::four;
@@ -67,20 +77,20 @@ void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   own.columns[1] += TURN;
 }
 
-// Convert to float the lane's weights for quad n of the turn, as w[column][m]: column 0 or 1 of the lane, pair m of the
-// quad.
+// Convert the lane's weights for quad n of the turn (four pairs of 8 x 8 matrices) to float, as w[e][m]: column e (0 or
+// 1) of the lane, pair m of the quad.
 template <int SLICES, class S>
 void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, thread float (&w)[2][4]) {
 #pragma clang loop unroll(full)
   for (int part = 0; part < 8; ++part) w[part / 4][part % 4] = float(own.numbers[part / 4][n][part % 4]);
 }
 
-// Copy the next 128 numbers of COUNT rows of x into the tile. This simdgroup copies the rows first, first + STEP, ...,
-// at most OWN rows; a lane copies 4 neighbouring numbers of each.
+// Copy the next 128 numbers of each of COUNT rows of the operand x into the tile in threadgroup memory. This simdgroup
+// copies the rows first, first + STEP, ..., at most OWN rows; a lane copies 4 neighbouring numbers of each row.
 //   rows   pointers to the lane's next 4 numbers in these rows; on return 128 numbers further
-//   own    where the lane's 4 numbers of the first row go. It counts float4, so rows are PITCH / 4 apart
-// If STEP does not divide COUNT, some simdgroups have a row less. All reads of four rows come before the writes, so
-// that they overlap.
+//   own    where the lane writes its 4 numbers of the first row. It points to float4, so rows are PITCH / 4 apart
+// If STEP does not divide COUNT, some simdgroups copy one row less. Four rows are read before they are written, so that
+// the reads overlap.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
 #pragma clang loop unroll(full)
@@ -100,10 +110,12 @@ void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
   }
 }
 
-// Copy the last `left` < 128 numbers of each row of x into the tile, and zeros behind them, up to number `end` rounded
-// up to a multiple of 32. The caller gives TURN as `end` if the weights multiply a whole turn (quantized weights), else
-// `left`. A lane copies the numbers lane, lane + 32, ... of a row. The pointers in `rows`, which copy_turn uses, are at
-// number 4 lane instead: so 3 lane is subtracted from the index. The others are as in copy_turn, but own counts floats.
+// Copy the last `left` numbers (fewer than 128) of each row of the operand x into the tile in threadgroup memory, and
+// zeros behind them, up to number `end` rounded up to a multiple of 32. The caller passes 128 as `end` if the weights
+// are quantized, because their product reads the whole tile, else `left`. This simdgroup copies the rows first, first +
+// STEP, ..., at most OWN of COUNT rows. A lane copies the numbers lane, lane + 32, ... of a row. But the pointers in
+// `rows` are set to number 4 lane, as copy_turn needs them, so 3 lane is subtracted from the index. own: where the lane
+// writes its first number; rows are PITCH floats apart.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int end, threadgroup float* own) {
   for (int part = 0; part < end; part += 32) {
@@ -117,11 +129,11 @@ void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int e
   }
 }
 
-// Add to `total` the products of one quad: all ROWS rows of x times eight columns of weights, as four products of 8 x 8
-// matrices. A lane holds two neighbouring numbers of a row of each matrix.
+// Add to `total` the products of one quad, which are four pairs of 8 x 8 matrices: ROWS rows of x times eight columns
+// of weights. A lane holds two neighbouring numbers of a row of each matrix.
 //   w          w[0][m], w[1][m]: the lane's two numbers of the weights in pair m
-//   operands   where the lane's numbers of x begin in the tile: its first number for each of the four pairs; the second
-//              ones lie SPAN numbers further. It counts float4, so eight rows of the tile are 2 PITCH apart
+//   operands   where the lane's numbers of x begin in the tile: its first number for each of the four pairs. Its second
+//              numbers lie SPAN numbers further. It points to float4, so eight rows of the tile are 2 PITCH apart
 template <int ROWS, int SPAN>
 void multiply_quad(
     thread const float (&w)[2][4], threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
@@ -145,8 +157,8 @@ void multiply_quad(
   }
 }
 
-// Add to `total` the products of a whole turn: the x in the tile times the weights that the lanes hold. operands: where
-// the lane's numbers of x begin in the tile.
+// Add to `total` the products of a whole turn of 128 terms: x in the tile, in threadgroup memory, times the weights
+// that the lanes hold in `columns`. operands: where the lane's numbers of x begin in the tile.
 template <int ROWS, class C>
 void multiply_turn(
     thread const C& columns, threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
@@ -158,8 +170,10 @@ void multiply_turn(
   }
 }
 
-// Multiply what remains of K after the whole turns: `left` < 128 terms. Weights past the end are replaced by 0, because
-// in memory the next row of weights follows there. place: the lane's row in an 8 x 8 matrix. 4 is SPAN.
+// Multiply the last `left` terms (fewer than 128) of the K terms, after the whole turns, and add them to `total`.
+// Weights past the end are replaced by 0, because in memory the next row of weights follows there. place: the lane's
+// row in an 8 x 8 matrix. slice: the number of this simdgroup among those that share a turn. operands: where the lane's
+// numbers of x begin in the tile. (The argument 4 of multiply_quad is SPAN.)
 template <int ROWS, class S, int SLICES>
 void multiply_rest(
     thread LaneColumns<const device S*, SLICES>& own, int left, int place, int slice,
@@ -177,27 +191,28 @@ void multiply_rest(
   }
 }
 
-// The product of HEIGHT = ROWS batch items and WIDTH = COLUMNS columns. A simdgroup of 32 threads computes eight
-// columns, or one of SLICES parts of their terms: 4 threads for each column and slice.
+// The product of HEIGHT batch items and WIDTH columns. A simdgroup of 32 threads computes eight columns, or with SLICES
+// > 1 a part of the terms of eight columns. So there are 4 threads for each column and slice.
 template <int HEIGHT, int WIDTH, int SLICES>
 struct ByTiles {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 4 * WIDTH * SLICES };
 
-  // Compute `block.sums`. x is read in SEGMENTS parts of K / SEGMENTS = `length` numbers, each in turns.
-  //   STEP, OWN   the number of simdgroups; how many rows of the tile each copies
+  // Compute the product into `block.sums`. The K terms consist of SEGMENTS parts of `length` terms each, and a part is
+  // processed in turns of 128 terms.
+  //   STEP, OWN   the number of simdgroups; how many rows of the tile (batch items) each simdgroup copies
   //   copied, operands   where this thread's numbers begin in the tile, to write them and to read them
-  // Barriers: in each turn one between the copies and the products, and one between the products and the next copies,
-  // or the writes of the sums, which lie in the same memory; at the end one between these writes and their reads. With
-  // slices a thread then adds up only the sums of its own cells, thread, thread + THREADS, ..., and no barrier follows:
-  // a caller may read only those.
+  // Barriers: each turn has one barrier between the copies and the products, and one between the products and the next
+  // writes to this memory, which are the copies of the next turn or the sums. At the end one barrier separates the
+  // writes of the sums from their reads. With slices, a thread then adds up the sums of only those cells that it
+  // computes later: number thread, thread + THREADS, ... No barrier follows, so the thread must not read other sums.
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
   static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
     using Own = LaneColumns<W, SLICES>;
     constexpr int STEP = THREADS / 32, OWN = (ROWS + STEP - 1) / STEP;
     const int lane = block.lane, simdgroup = block.simdgroup, length = K / SEGMENTS;
     const int slice = SLICES == 1 ? 0 : simdgroup / (COLUMNS / 8), eight = simdgroup - COLUMNS / 8 * slice;
-    // `eight` is the number of this simdgroup's group of eight columns. Such a group never contains units of two gates,
-    // because UNITS is a multiple of 8. So one gate and the first unit describe it.
+    // eight: the number of the eight columns that this simdgroup computes. They never belong to two gates, because
+    // UNITS is a multiple of 8. So one gate and the first unit describe them.
     const int first_unit = block.j0 + eight % (UNITS / 8) * 8, gate = Gates::block(FIRST + eight / (UNITS / 8));
     // This lane's position in an 8 x 8 matrix: its row and the first of its two columns.
     const int row = (lane >> 2 & 4) + (lane >> 1 & 3), pair = (lane >> 2 & 2) * 2 + (lane & 1) * 2;
@@ -229,8 +244,9 @@ struct ByTiles {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (left > 0) {
-        // The product with quantized weights reads all 128 numbers of a tile's row, even if fewer are left. So zeros
-        // must fill the tile. Other weights read only up to `left`, rounded up to a multiple of 32.
+        // The product with quantized weights (SPAN is not 4) reads all 128 numbers of a tile's row, even if fewer are
+        // left, so zeros must fill the row. The product with other weights reads only up to `left`, rounded up to a
+        // multiple of 32.
         const int end = Own::SPAN == 4 ? left : TURN;
         copy_rest<ROWS, STEP>(rows, simdgroup, lane, left, end, block.sums + simdgroup * PITCH + lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -242,7 +258,7 @@ struct ByTiles {
     for (int r = 0; r < ROWS / 8; ++r)
       simdgroup_store(total[r], block.sums + (slice * ROWS + 8 * r) * COLUMNS + 8 * eight, COLUMNS);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute
+    if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells that it computes later
       for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS) {
 #pragma clang loop unroll(full)
         for (int n = 1; n < SLICES; ++n) block.sums[cell] += block.sums[n * ROWS * COLUMNS + cell];

@@ -5,10 +5,11 @@ the states, and the equations. A cell computes one time step. Its arguments are 
 
 - a: the preactivations (what the gates' activation functions get), one array [B, H] for each gate, for B sequences and
   H units. With `apart=True` each gate is a pair: the part from x and the part from h.
-- state: the states before the step, arrays [B, H]; h is the first. c is the cell state of an LSTM.
-- then arrays that differ from step to step (`inputs` of `pointwise`) and arrays of parameters (`params`).
+- state: the states before the step, arrays [B, H]. h is the first state. c is the cell state of an LSTM.
+- The other arguments are arrays with a value for each step (`inputs` of `pointwise`), and parameters (`params`).
 
-The result has the new states in the same order. In the equations a prime marks a new state, and sigma is the sigmoid.
+A cell returns the new states in the order of `state`. In the equations a prime marks a new state, and sigma is the
+sigmoid.
 """
 
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ def peephole_lstm(a: Arrays, state: Arrays, p_i: Array, p_f: Array, p_o: Array) 
 
 
 def sum_peephole_lstm(a: Arrays, state: Arrays, p: Array) -> tuple[Array, ...]:
-    r"""Run a step of an LSTM in which the gates i, f and o see c through the same peephole p.
+    r"""Run a step of an LSTM with peepholes in which the gates i, f and o share one peephole weight p per unit.
 
     Gates i, f, g, o; states h, c; params p. It is `peephole_lstm` with p_i = p_f = p_o.
     """
@@ -96,11 +97,12 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     i, f, z, o = a
     _, c, n, m = state
     f = m - mx.logaddexp(0, -f)  # log sigmoid(f) + m
-    # d: the difference of the two terms of the maximum m'. Where n = 0, d = 0 selects m' = i. The maximum may be the
-    # other term, with the old m: then a very negative i makes i' and n' 0, and h is 0 / 0.
+    # The new m is the larger one of f and i, and d = f - i tells which it is. Where n = 0, d is set to 0, which selects
+    # i. If m were f there, a very negative i would make the new n 0, and h would be 0 / 0.
     d = mx.where(n == 0, 0, f - i)
     m = mx.where(d > 0, f, i)
-    # One of f' and i' is 1, so one exponential is enough. It is not exp(-abs(d)), whose slope at d = 0 would be 0.
+    # The new gates are exp(f - m) and exp(i - m). One of them is 1, so one exponential e is enough. e is not written as
+    # exp(-abs(d)), because MLX's gradient of abs at d = 0 is 0.
     e = mx.exp(mx.where(d > 0, -d, d))
     i, f = mx.where(d > 0, e, 1), mx.where(d > 0, 1, e)
     c, n = f * c + i * mx.tanh(z), f * n + i
@@ -110,8 +112,9 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
 def gru(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     r"""Run a step of a GRU as in cuDNN and PyTorch (Cho et al., arXiv:1406.1078).
 
-    Call `pointwise` with `apart=True`: each gate is then a pair (x, p), its parts from x and h. Gates r, z,
-    n; state h. :math:`n = \tanh(x_n + \sigma(r) p_n)`, :math:`h' = n + \sigma(z) (h - n)`.
+    Call `pointwise` with `apart=True`: the gate n, for example, is then a pair (x_n, p_n), its part from x and its part
+    from h. Gates r, z, n; state h. In the equations r and z are the sums of their parts. :math:`n = \tanh(x_n +
+    \sigma(r) p_n)`, :math:`h' = n + \sigma(z) (h - n)`.
     """
     (xr, hr), (xz, hz), (xn, hn) = a
     (h,) = state
@@ -123,8 +126,9 @@ def augru(a: Arrays, state: Arrays, attention: Array) -> tuple[Array, ...]:
     r"""Run a step of a GRU whose update gate is scaled by attention (AUGRU; Zhou et al., "DIEN", arXiv:1809.03672).
 
     The gates are r, u, n, the state is h. The input `attention`, an array [T, B, 1], is one score per step and
-    sequence. Call `pointwise` with `apart=True`: each gate is then a pair, its parts from x and from h. :math:`u' =
-    attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`, with n as in `gru`.
+    sequence. Call `pointwise` with `apart=True`: the gate n, for example, is then a pair (x_n, p_n), its part from x
+    and its part from h. In the equations r and u are the sums of their parts. :math:`n = \tanh(x_n + \sigma(r) p_n)`,
+    :math:`u' = attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`.
     """
     (xr, hr), (xu, hu), (xn, hn) = a
     (h,) = state

@@ -2,10 +2,10 @@
 
 `mlx_lstm.convert` converts whole layers, stacks and files. Arrays whose shapes do not fit raise a ValueError.
 
-Keras' arrays: kernel [I, GH] the input's weights, recurrent_kernel [H, GH], bias [GH] or, of a GRU, [2, 3H]. Arguments
-of `mlx_lstm.lstm`, `gru` and `rnn`: Wx [GH, I], Wh [GH, H], b [GH], and bhn [H], the recurrent bias of a GRU's
-candidate. G: gates, H: units, I: input features. cell: the formula with its options. op: the public function that error
-texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+G: gates, H: units, I: input features. Keras' arrays are kernel [I, GH] (the input's weights), recurrent_kernel [H, GH]
+and bias, [GH] or, in a GRU, [2, 3H]. The arguments of `mlx_lstm.lstm`, `gru` and `rnn` are Wx [GH, I], Wh [GH, H], b
+[GH] and, in a GRU, bhn [H], the recurrent bias of the candidate. cell: the formula with its options. op: the name of
+the public function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Raise AttributeError; for a layer of Keras the text says which modules have layers."""
+    """Raise AttributeError for a name that this module does not have. For the name of a Keras layer the text says which
+    modules have this layer."""
     layers = {"LSTM": "LSTM", "GRU": "GRU", "SimpleRNN": "RNN", "Bidirectional": "LSTM(..., bidirectional=True)"}
     if name in layers:
         others = f"mlx_lstm.torch.{layers[name]}" + ("" if "(" in layers[name] else f" and mlx_lstm.nn.{layers[name]}")
@@ -40,7 +41,8 @@ def __getattr__(name: str) -> Any:
 
 
 def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
-    """Return the weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.
+    """Return the weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`. I: input
+    features, H: units.
 
     Keras' gate order i, f, c, o is the default `gate_order` here. The kernels are transposed. The effect of
     `unit_forget_bias` is in the bias already. `mlx_lstm.tf.block_lstm_v2` takes Keras' arrays as they are: w =
@@ -48,7 +50,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H] and maybe [4H].
-        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
+        more: further arrays, which raise an error: use `bidirectional_from_keras` for the arrays of both directions.
 
     Returns:
         dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H], each in the dtype of Keras' array. MLX
@@ -62,13 +64,14 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
         >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
-    # [4]: the bias has shape [4H]. A missing recurrent_kernel is refused with a text that shows the right call.
+    # [4]: the bias has shape [4H]. `one_direction` refuses a missing recurrent_kernel with a text that shows the right
+    # call.
     return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias, *more), [4])
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
-    """Return the list for `keras_layer.set_weights`, the inverse of `lstm_from_keras`. The arrays are float32;
-    float64 stays float64.
+    """Return the list for `keras_layer.set_weights`, the inverse of `lstm_from_keras`. The arrays are float32; float64
+    stays float64. I: input features, H: units.
 
     Args:
         Wx, Wh, b (array): [4H, I], [4H, H], [4H], gate order i, f, g, o; `None` for a layer with `use_bias=False`.
@@ -81,7 +84,8 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
 
 
 def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
-    """Return the weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx_lstm.nn.GRU`.
+    """Return the weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx_lstm.nn.GRU`. I: input
+    features, H: units.
 
     A layer with `reset_after=True`, Keras' default, equals `gru` with default options; a layer with `reset_after=False`
     equals `gru` with `reset="before"`. Keras' gate order z, r, h becomes r, z, n. With `reset_after=True` Keras has two
@@ -90,7 +94,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`. kernel is [I, 3H], recurrent_kernel [H, 3H], bias
             [2, 3H], or [3H] with `reset_after=False`, or absent.
-        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
+        more: further arrays, which raise an error: use `bidirectional_from_keras` for the arrays of both directions.
 
     Returns:
         dict: `Wx` [3H, I] and `Wh` [3H, H]. If there is a bias, also `b` [3H] and, with `reset_after=True`, `bhn` [H].
@@ -104,15 +108,16 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    # [3], [2, 3]: the bias has shape [3H] or [2, 3H]. A missing recurrent_kernel is refused, as in `lstm_from_keras`.
+    # [3], [2, 3]: the bias has shape [3H] or [2, 3H]. `one_direction` refuses a missing recurrent_kernel with a text
+    # that shows the right call.
     return one_direction("gru_from_keras", "gru", (kernel, recurrent_kernel, bias, *more), [3], [2, 3])
 
 
 def gru_to_keras(
     Wx: mx.array, Wh: mx.array, b: mx.array | None = None, bhn: mx.array | None = None, *, reset_after: bool = True
 ) -> list[np.ndarray]:
-    """Return the list for `keras_layer.set_weights`, the inverse of `gru_from_keras`. The arrays are float32;
-    float64 stays float64.
+    """Return the list for `keras_layer.set_weights`, the inverse of `gru_from_keras`. The arrays are float32; float64
+    stays float64. I: input features, H: units.
 
     With `reset_after=True` the bias of z and r is stored in the first of Keras' two biases, and the second is 0 for
     z and r. So the two biases of a Keras layer may come back as other numbers with the same sum, and the same outputs.
@@ -136,11 +141,12 @@ def gru_to_keras(
 
 
 def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
-    """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`; pass the layer's `activation`.
+    """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`, to which you also pass the
+    layer's `activation`. I: input features, H: units.
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H] and maybe [H].
-        more: refused with a text that names `bidirectional_from_keras`, which takes the arrays of both directions.
+        more: further arrays, which raise an error: use `bidirectional_from_keras` for the arrays of both directions.
 
     Returns:
         dict: `Wx` [H, I], `Wh` [H, H] and, if there is a bias, `b` [H], each in the dtype of Keras' array. In
@@ -154,13 +160,14 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> rnn(mx.ones((10, 2, 3)), **keras.rnn_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    # [1]: the bias has shape [H]. A missing recurrent_kernel is refused, as in `lstm_from_keras`.
+    # [1]: the bias has shape [H]. `one_direction` refuses a missing recurrent_kernel with a text that shows the right
+    # call.
     return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias, *more), [1])
 
 
 def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
-    """Return the list for `keras_layer.set_weights`, the inverse of `rnn_from_keras`. The arrays are float32;
-    float64 stays float64.
+    """Return the list for `keras_layer.set_weights`, the inverse of `rnn_from_keras`. The arrays are float32; float64
+    stays float64. I: input features, H: units.
 
     Args:
         Wx, Wh, b (array): [H, I], [H, H], [H]; `None` for a layer with `use_bias=False`.
@@ -173,7 +180,8 @@ def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[
 
 
 def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Sequence[Any]) -> dict[str, Any]:
-    """Return the weights of a `keras.layers.Bidirectional` as arguments of an op with `bidirectional=True`.
+    """Return the weights of a `keras.layers.Bidirectional` as arguments of `lstm`, `gru` or `rnn` with
+    `bidirectional=True`. I: input features, G: gates, H: units.
 
     The h of `lstm`, `gru` or `rnn` then equals the output of a layer with `return_sequences=True` and Keras' default,
     `merge_mode="concat"`. For the other modes add, average or multiply the halves of h. Without `return_sequences` the
@@ -243,15 +251,15 @@ def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]
             type(weights[0]).__name__,
         )
     arrays = direction(op, kind, weights, biases=biases)  # Wx, Wh and maybe the biases bx and bh of their products
-    # A GRU with two biases has reset_after. `CELLS` has the class of each cell.
+    # A GRU has two biases exactly if it has reset_after=True. CELLS: {kind: class of its cell}.
     cell = GRUCell(reset="after" if "bh" in arrays else "before") if kind == "gru" else CELLS[kind]()
     return {name: arrays[name] for name in ("Wx", "Wh")} | one_bias(cell, arrays)  # b, and bhn with reset_after
 
 
 def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: mx.array | None) -> list[np.ndarray]:
-    """Return kernel, recurrent kernel and bias in Keras' layout. If b and bhn both are None, the result has no
-    bias."""
-    arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)  # b and bhn as the biases bx and bh of both products
+    """Return [kernel, recurrent kernel, bias] in Keras' layout, without the bias if b and bhn are None."""
+    # `from_one_bias` turns b and bhn into the biases of x Wx^T and h Wh^T, which Keras' layout has.
+    arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)
     return arrays_of(cell, arrays, use_bias=b is not None or bhn is not None)
 
 
@@ -259,13 +267,14 @@ def check_function(op: str, convert: object) -> None:
     """Check that the argument `convert` of a bidirectional conversion is a function. op: bidirectional_from_keras or
     bidirectional_to_keras."""
     if not callable(convert):
-        which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"  # without "bidirectional_", 14 characters
+        which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"  # [14:]: without "bidirectional_"
         fail(op, f"convert must be {which}", repr(convert))
 
 
 def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
-    """Check the shapes of Wx [GH, I] and Wh [GH, H], G gates of H units, and in `biases` those of b [GH] and bhn [H]
-    where they are not None. op: the name of the public function, for errors."""
+    """Check the shapes of weights in the layout of this package: Wx [GH, I] and Wh [GH, H], with G gates of H units.
+    Check in `biases` the shapes of b [GH] and bhn [H], if they are not None. op: the public function's name, for
+    errors."""
     check_array(op, "Wx", Wx, [times(G), "I"])
     H, more = divmod(Wx.shape[0], G)
     if more or not H:

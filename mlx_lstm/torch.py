@@ -4,11 +4,14 @@ Constructors, parameters and their names, initialisation, shapes and results are
 different lengths come as a `PackedSequence`, or padded with the argument `lengths`, which takes less time. Sizes: L
 time, N batch, I input features, D directions, K layers, H hidden, S (`width`) the width of h: H, or `proj_size`.
 
-In the code: endings: the ends of parameter names such as "_reverse", one per direction. op: the name of the class, with
-which error texts begin; `fail` and the `check_...` functions raise these ValueErrors. cell: the formula of a step
-(`engines.cells`). gates: 4 in an LSTM, 3 in a GRU, 1 in an RNN. states: a dict of the states "h" and, in an LSTM, "c".
-`Call.forward` runs one layer. now: whether the call computes at once on the CPU; then NumPy does the small operations
-around the recurrence (`by_numpy`), else MLX does (`by_mlx`).
+The names in the code are:
+
+- endings: the ends of parameter names, one per direction: "" and "_reverse".
+- op: the name of the class, with which error texts begin. `fail` and the `check_...` functions raise a ValueError.
+- cell: the formula of a step (`engines.cells`). gates: 4 in an LSTM, 3 in a GRU, 1 in an RNN.
+- states: a dict of the states "h" and, in an LSTM, "c". `Call.forward` runs one layer.
+- now: the call computes immediately on the CPU. Then NumPy does the small operations around the recurrence
+  (`by_numpy`), because it takes less time than MLX (`by_mlx`).
 
 A `state_dict` loads as it is. To load it from a file call `layer.load_weights("torch_layer.safetensors")`. To copy it
 from a torch layer in the same process, and back:
@@ -42,8 +45,8 @@ from .ground.checks import (
     check_flag,
     check_integer,
     check_lengths,
-    check_number,
     check_option,
+    check_probability,
     chosen_options,
     fail,
     warn_once,
@@ -75,7 +78,8 @@ Input = TypeVar("Input", mx.array, PackedSequence)
 """The type of the input of a layer; the output has the same type."""
 
 MOST_LAYERS = 65536
-"""The most layers of a module. Without a limit a mistyped number would draw parameters until memory is full."""
+"""The largest number of layers of a module. Without a limit a mistyped number would draw parameters until the memory is
+full."""
 
 
 def __dir__() -> list[str]:
@@ -84,17 +88,19 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Raise AttributeError; for other functions of `torch.nn.utils.rnn` the text says what to use."""
+    """Raise AttributeError for a name that this module does not have. For functions of `torch.nn.utils.rnn` that are
+    missing here, the text says what to use instead."""
     if name in ("pad_sequence", "pack_sequence", "unpack_sequence", "unpad_sequence"):
         text = "pad each array by mx.pad, join them by mx.stack, and pass lengths= to the layer"
         text = "output[n, : lengths[n]] of a batch-first output is sequence n" if name.startswith("un") else text
         raise AttributeError(f"mlx_lstm.torch has no {name}: {text}", name=name)
-    raise missing("mlx_lstm.torch", name, names=())  # no names: none is spelled in two ways
+    raise missing("mlx_lstm.torch", name, names=())  # names=(): suggest no similar name
 
 
 class Layers(Advised):
     """Base class of `LSTM`, `GRU` and `RNN`, with PyTorch's parameter names. It checks the arguments and runs the
-    layers one after another. `Advised`: a method that only torch has raises an error that names ours."""
+    layers one after another. From `Advised` it inherits that a method which only torch has, such as `to`, raises an
+    error that says what to use here."""
 
     gates: int  # number of gates: a weight matrix has H rows for each gate
     engine: Engine | None  # "fused", "stepwise", "numpy" or "ops" if the user forces one, else None
@@ -117,7 +123,8 @@ class Layers(Advised):
     ):
         """Check the options, and draw random parameters. `LSTM` describes the arguments."""
         super().__init__()
-        # Each check raises a ValueError or returns the value as Python's own type. NO_UNITS: a reason for its text.
+        # Each check raises a ValueError, or returns the value as a Python int or float. NO_UNITS: why there must be at
+        # least one unit, for the error text.
         self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
         self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.num_layers: int = check_integer(self.op, "num_layers", num_layers, least=1)
@@ -125,9 +132,7 @@ class Layers(Advised):
             fail(self.op, f"num_layers must be at most {MOST_LAYERS}", num_layers)
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             check_flag(self.op, name, flag)
-        self.dropout: float = check_number(self.op, "dropout", dropout)
-        if not 0 <= self.dropout <= 1:
-            fail(self.op, "dropout must lie in [0, 1]", dropout)
+        self.dropout: float = check_probability(self.op, "dropout", dropout)
         if self.dropout and self.num_layers == 1:
             warn_once(
                 f"[{self.op}] dropout={self.dropout:g} has no effect on one layer: it drops outputs between layers."
@@ -140,8 +145,8 @@ class Layers(Advised):
         self.bidirectional: bool = bidirectional
         self.engine = check_engine(self.op, engine)
         self.checkpoint_every = check_every(self.op, checkpoint_every)
-        scale = 1 / math.sqrt(self.hidden_size)  # as in torch
-        # A module of MLX is a dict: its entries are the parameters. `endings` has one ending of names per direction.
+        scale = 1 / math.sqrt(self.hidden_size)  # the bound of the random parameters, as in torch
+        # A module of MLX is a dict, whose entries are the parameters. ending: "" or "_reverse", the direction.
         for layer in range(self.num_layers):
             for ending in self.endings:
                 for name, shape in self.shapes(layer).items():
@@ -153,8 +158,8 @@ class Layers(Advised):
         return WAYS if self.bidirectional else WAYS[:1]
 
     def key(self, name: str, layer: int, ending: str) -> str:
-        """Return the name of a parameter, such as weight_ih_l0_reverse, from its word weight_ih, the number of its
-        layer and the ending of its direction."""
+        """Return the full name of a parameter, such as weight_ih_l0_reverse. name: its first part, here weight_ih.
+        layer: the layer's index, here 0. ending: the ending of the direction, here "_reverse"."""
         return f"{name}_l{layer}{ending}"
 
     @property
@@ -163,8 +168,9 @@ class Layers(Advised):
         return self.proj_size or self.hidden_size
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters of one direction of a layer, by their words such as weight_ih, in torch's
-        order. layer: its number. A layer above the first one reads h of all directions of the layer below."""
+        """Return {name: shape} of the parameters of one direction of a layer, in torch's order. A name is one such as
+        weight_ih, without layer and direction. layer: the layer's index. A layer above the first one reads h of all
+        directions of the layer below."""
         rows = self.gates * self.hidden_size
         columns = len(self.endings) * self.width if layer else self.input_size
         shapes = {"weight_ih": (rows, columns), "weight_hh": (rows, self.width)}
@@ -173,7 +179,7 @@ class Layers(Advised):
 
     def _extra_repr(self) -> str:
         """Return what `repr` shows between the parentheses: the sizes, and the options that are not the defaults."""
-        # A list times a bool is the list or an empty one.
+        # A list times True is the list, times False it is empty.
         shown = [str(self.input_size), str(self.hidden_size)]
         shown += [f"proj_size={self.proj_size}"] * bool(self.proj_size)
         shown += [f"num_layers={self.num_layers}"] * (self.num_layers != 1) + ["bias=False"] * (not self.bias)
@@ -191,9 +197,10 @@ class Layers(Advised):
         keep: mx.array | None,
         hold: Hold,
     ) -> tuple[Input, Arrays]:
-        """Run all layers, as `run` does, on an array or on a packed sequence. The output is packed like the input. key:
-        the random key of dropout. With a packed sequence these must be None: `lengths`, `keep` (factors on the states
-        before each step) and `hold` (steps that leave the states as they are)."""
+        """Run all layers on an array or on a packed sequence. Return (output, last states by name); the output is
+        packed like the input. cell: the formula of a step. states: the first states by name, "h" and "c". key: the
+        random key of dropout. With a packed sequence three options must be None: `lengths`, `keep` (factors on the
+        states before each step) and `hold` (steps that leave the states unchanged)."""
         if not isinstance(input, PackedSequence):
             return self.run(cell, input, states, lengths, key, keep, hold)
         for name, value in {"lengths": lengths, "keep": keep, "hold": hold}.items():
@@ -205,7 +212,8 @@ class Layers(Advised):
         check_array(self.op, "the data of input", input.data, ["P", self.input_size])  # "P": any number of rows
         padded, _ = pad_packed_sequence(input, self.batch_first)
         output, last = self.run(cell, padded, states, counts.tolist(), key, None, None)  # without keep and hold
-        # The layers ran on the batch in its own order, so the states need no sorting; only the output is sorted again.
+        # The padded batch has the user's order of sequences, and so have the states. Only the packed output must have
+        # the longest sequence first again.
         by_length = output[mx.array(order)] if self.batch_first else output[:, mx.array(order)]
         packed = pack_padded_sequence(by_length, counts[order].tolist(), self.batch_first)
         return input._replace(data=packed.data), last
@@ -221,12 +229,12 @@ class Layers(Advised):
         hold: Hold,
     ) -> tuple[mx.array, Arrays]:
         """Run all layers. Return h of the last layer at every step, and a dict of the last states of all layers: an
-        array [layers x directions, batch, width] for h and, in an LSTM, for c.
+        array [layers x directions, batch, width] for h and, in an LSTM, for c. L, N: steps, sequences.
 
-        `cell` is the formula of a step. `states` holds the states before the first step by name, "h" and "c"; `None`
-        stands for zeros. The others are the options of a call, `None` if absent: `lengths` [N] the steps of each
-        sequence, `key` the random key of dropout, `keep` [L, N] factors on the states before each step, `hold` [L, N]
-        true at steps that leave the states as they are.
+        `cell` is the formula of a step. `states` has the states before the first step by name, "h" and "c"; `None`
+        stands for zeros. The other arguments are options, `None` if absent: `lengths` [N], the number of steps of each
+        sequence; `key`, the random key of dropout; `keep` [L, N], factors on the states before each step; `hold` [L,
+        N], true at steps that leave the states unchanged.
         """
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
@@ -237,11 +245,12 @@ class Layers(Advised):
             fail(self.op, "input must have at least one step", f"shape {list(input.shape)}")
         if key is not None:
             check_key(self.op, key)
-        # shapes: those of the states of all layers, by name. first: the states that the caller passed.
+        kept = 1 - check_probability(self.op, "dropout", self.dropout)  # a user may have changed the attribute
+        # shapes: {name of a state: its shape, for all layers together}. first: the states that the caller passed.
         shapes = self.check_states(states, [N] if batched else [], time_first)
         first = {name: state for name, state in states.items() if state is not None}
-        # now: whether the call computes at once, on the CPU. run_small(function, *arrays) then lets NumPy compute the
-        # small operations around the recurrence, which takes less time than MLX; else it lets MLX do it.
+        # now: the call computes immediately, on the CPU. run_small(function, *arrays) applies a function to arrays: by
+        # NumPy if `now`, because it takes less time for the small operations around the recurrence, else by MLX.
         now, D = computes_now(self.engine), len(self.endings)
         run_small = by_numpy if now else by_mlx
         layers = [self.arrays(layer, now) for layer in range(self.num_layers)]
@@ -251,38 +260,37 @@ class Layers(Advised):
                 check_lengths(self.op, lengths, N, L, traced=True)  # checks the shape only: there are no values
             output = mx.zeros((*input.shape[:2], D * self.width), dtype)
             return output, {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
-        if first:  # from [K D, N, .] to a list of [N, D .], one state per layer
+        if first:  # convert each state from [K D, N, .] to a list of [N, D .], one entry per layer
             by_layer = run_small(lambda *states: [split_states(D, state) for state in states], *first.values())
             first = dict(zip(first, by_layer, strict=True))
         x = (input if is_time_major else run_small(partial(swapped, batched), input)).astype(dtype)
-        # steps: those of keep and hold that were passed, as arrays [L, N].
+        # steps: the options keep and hold, as arrays [L, N]; an option that was not passed is missing.
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
-        # `Call.forward` takes keep among the arrays; `Call` takes hold among the options. lengths_checked:
-        # `whole_lengths` has checked them, so the layers do not do it again.
+        # `Call` takes hold as an option, `Call.forward` takes keep as an array. lengths_checked: `whole_lengths` has
+        # checked the lengths, so that not every layer checks them again.
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "hold": steps.pop("hold", None)}
         options |= {"lengths": whole_lengths(self.op, lengths, N, L), "lengths_checked": True}
         call = Call(cell, bidirectional=self.bidirectional, **options, op=self.op)
         last = []
         for layer, arrays in enumerate(layers):
-            if layer and self.dropout and self.training:
-                x, key = dropped(x, 1 - self.dropout, key)
+            if layer and kept < 1 and self.training:
+                x, key = dropped(x, kept, key)
             arrays = arrays | {f"{name}0": state[layer] for name, state in first.items()}  # h0 and c0
             arrays = in_dtype(arrays | {"x": x}, dtype) | steps  # keep stays in its own dtype
             outputs, choice = call.forward(arrays, return_gates=False, training=self.training)
-            # In `vars`, not among the entries of the module, which MLX takes for parameters.
-            vars(self)["_engine_used"] = choice
+            vars(self)["_engine_used"] = choice  # in `vars`, because MLX would count a tuple attribute as parameters
             last.append({name: outputs[f"{name}T"] for name in states})
             x = outputs["h"]  # the input of the next layer
         output = x if is_time_major else run_small(partial(swapped, batched), x)
-        # `join_all` takes h of each layer, then c of each layer.
+        # by_name: the last states as `join_all` takes them, h of each layer, then c of each layer.
         by_name = [layer[name] for name in states for layer in last]
         return output, run_small(partial(self.join_all, shapes), *by_name)
 
     def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
         """Return a `mlx_lstm.nn.Stepper`: an object that runs one time step per call and keeps the states inside. It
         computes the same as the layer in evaluation mode, with much less work per step, but has no gradient. torch has
-        no such method.
+        no such method. I: input features.
 
         Args:
             batch (int or sequence of int): N, the sizes of the batch axes of a step's input [N, I]. Default: none, the
@@ -290,7 +298,8 @@ class Layers(Advised):
 
         Returns:
             Stepper: called as `stepper(x, keep=None)` with x [N, I] of MLX or NumPy, it returns the last layer's h
-            [N, S] as the same kind of array; S is the width of h. Its states have the shapes of `hx`.
+            [N, S] as the same kind of array; S is the width of h. Its states have the shapes of the argument `hx` of a
+            call.
 
         Raises:
             ValueError: the layer is bidirectional, or the call is inside a transformation of MLX.
@@ -304,8 +313,8 @@ class Layers(Advised):
         def read() -> list[tuple[cells.Cell, Arrays, Engine | None]]:
             return [(self._cell(), self.arrays(layer), self.engine) for layer in range(self.num_layers)]
 
-        # [self]: the modules whose parameters the stepper watches for changes. is_stack: whether its states have a
-        # first axis for the layers, which those of an LSTMCell and its kin do not have.
+        # [self]: the modules whose parameters the stepper watches for changes. is_stack: the states have a first axis,
+        # one entry per layer; the states of LSTMCell, GRUCell and RNNCell have no such axis.
         return Stepper(op, read, [self], batch=batch, is_stack=not isinstance(self, Cell))
 
     def _cell(self) -> cells.Cell:
@@ -315,11 +324,10 @@ class Layers(Advised):
         return cells.LSTMCell() if self.gates == 4 else cells.GRUCell()
 
     def join_all(self, shapes: dict[str, list[int]], *states: Any) -> dict[str, Any]:
-        """Join the states of all layers. Return a dict from name ("h", "c") to an array in the shape `shapes[name]`,
-        [layers x directions, batch, width]. `states`: h of each layer, then c of each layer, each [batch, directions x
-        width]."""
+        """Join the states of all layers. Return {"h" or "c": array of the shape `shapes[name]`}, which is [layers x
+        directions, batch, width]. states: h of each layer, then c of each layer, each [batch, directions x width]."""
         D, K = len(self.endings), self.num_layers
-        # n: 0 for h, whose states are the first K; 1 for c. `join_states` gives each direction a row of its own.
+        # n: 0 for h, the first K of `states`, 1 for c, the next K.
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }
@@ -336,8 +344,8 @@ class Layers(Advised):
         return shapes
 
     def input_shape(self, input: Any) -> list[int | str]:
-        """Return the shape that `input` must have: L steps, N sequences, each a letter for any size. An input of two
-        axes has no batch."""
+        """Return the shape that `input` must have. The letters "L" (steps) and "N" (sequences) stand for any size. An
+        input of two axes has no batch."""
         if isinstance(input, mx.array) and input.ndim == 2:
             return ["L", self.input_size]
         return ["N", "L", self.input_size] if self.batch_first else ["L", "N", self.input_size]
@@ -346,23 +354,23 @@ class Layers(Advised):
         """Return a layer's parameters as `mlx_lstm.lstm`, `gru` or `rnn` takes them, by names such as Wx: one bias,
         both directions in one array.
 
-        `layer`: its number. `now`: whether the call computes immediately, not in a trace. Then NumPy adds the biases of
-        one direction, which takes less time than a graph of MLX at every call. The arrays of two directions are joined
-        by MLX, but the result is cached, so their time does not count.
+        layer: the layer's index. now: the call computes immediately, not in a trace. Then NumPy adds the two biases of
+        a layer of one direction, because a graph of MLX at every call takes more time. For two directions MLX adds and
+        joins the arrays, but only once, because the result is cached.
         """
-        directions = []  # for each direction its parameters, by torch's words such as weight_ih
+        directions = []  # for each direction {name: parameter}, with torch's names such as weight_ih
         for ending in self.endings:
             arrays = {}
             for name, shape in self.shapes(layer).items():
                 key = self.key(name, layer, ending)
                 arrays[name] = array = self._parameter(key)
-                if array.shape != shape:  # else a bias of shape [1] would broadcast in the sum of both biases
+                if array.shape != shape:  # a bias of shape [1], for example, would broadcast in the sum of both biases
                     fail(self.op, f"{key} must have shape {list(shape)}", f"shape {list(array.shape)}")
             directions.append(arrays)
         if len(directions) == 1:
             return self.with_one_bias(directions[0], by_numpy if now else by_mlx)
-        # `derived` returns the result of the last argument for `directions`; if `now`, from a cache, as long as the
-        # parameters are the same arrays. `join` puts both directions into one array per name.
+        # `derived` calls the lambda with `directions`. If `now`, it caches the result while the parameters are the same
+        # arrays. `join` puts both directions into one array per name.
         return derived(now, self.op, directions, lambda both: join([self.with_one_bias(one, by_mlx) for one in both]))
 
     def _parameter(self, name: str) -> Weight:
@@ -375,11 +383,11 @@ class Layers(Advised):
         return array
 
     def with_one_bias(self, arrays: dict[str, Any], run_small: Run) -> dict[str, Any]:
-        """Return the parameters of one direction, `arrays` by torch's words such as weight_ih, by the argument names of
-        `mlx_lstm.lstm`, `gru` or `rnn`, with torch's two biases joined into one. run_small: `by_numpy` or `by_mlx`,
-        which computes their sum."""
+        """Convert the parameters of one direction from torch's names, such as weight_ih, to the argument names of
+        `mlx_lstm.lstm`, `gru` or `rnn`. Torch's two biases become one, their sum. run_small: `by_numpy` or `by_mlx`,
+        which computes the sum."""
         arrays = dict(arrays)
-        biases: Any = {}  # b, their sum; for a GRU also bhn, the candidate's part of bias_hh, which r multiplies
+        biases: Any = {}  # b, the sum; a GRU also has bhn, the candidate's part of bias_hh, which gate r multiplies
         if self.bias:
             both = arrays.pop("bias_ih"), arrays.pop("bias_hh")
             biases = run_small(partial(join_biases, gru=self.gates == 3), *both)
@@ -388,7 +396,7 @@ class Layers(Advised):
 
 def swapped(batched: bool, sequence: Any) -> Any:
     """Convert a sequence [N, L, .] to [L, N, .] or back. Without a batch (`batched` is False), convert [L, .] to [L, 1,
-    .] or back."""
+    .] or back. L, N: steps, sequences."""
     if batched:
         return sequence.swapaxes(0, 1)
     return sequence[:, None] if sequence.ndim == 2 else sequence[:, 0]
@@ -402,9 +410,9 @@ def check_key(op: str, key: object) -> None:
 
 
 def dropped(x: mx.array, probability: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
-    """Apply dropout to x; return the result, and the random key for the next layer. probability: the probability with
-    which an element is kept; a kept element is divided by it. key: the random key, or None for MLX's global
-    generator."""
+    """Apply dropout to x. Return the result, and the random key for the next layer. probability: the chance that an
+    element stays; it is then divided by `probability`, and all other elements become 0. key: the random key, or None
+    for MLX's global generator."""
     layer_key = None  # the key of this layer
     if key is not None:
         key, layer_key = mx.random.split(key)
@@ -434,7 +442,8 @@ class LSTM(Layers):
         hidden_size (int): size of the cell state, H.
         num_layers (int): K; a layer's input is the output of the one below. Default: 1.
         bias (bool): whether there are biases. Default: `True`.
-        batch_first (bool): input and output are [N, L, .], not [L, N, .]; states are not affected. Default: `False`.
+        batch_first (bool): the batch axis of input and output comes before the time axis, not after it; states are not
+            affected. Default: `False`.
         dropout (float): in training, the probability, in [0, 1], with which an element of a layer's output becomes 0
             before the next layer reads it; drawn from `mx.random`, or from the key of a call. It has no effect on a
             single layer. Default: 0.
@@ -493,7 +502,8 @@ class LSTM(Layers):
         hold: Hold = None,
     ) -> tuple[Input, tuple[mx.array, mx.array]]:
         """Return the last layer's h at every step, and the last states of all layers. Sizes: L steps, N batch, K
-        layers, D directions, H units, S the width of h (H or `proj_size`).
+        layers, D directions, H units, S the width of h (H or `proj_size`). I: input features, P: the steps of all
+        sequences of a packed input.
 
         Args:
             input (array or PackedSequence): [L, N, I]; [N, L, I] with `batch_first`; or [L, I]. A packed sequence has
@@ -511,8 +521,8 @@ class LSTM(Layers):
             keep (array, optional): [L, N], [N, L] with `batch_first`, or [L]: a factor on the states of every layer
                 before each step, as in `mlx_lstm.lstm`: 0 where an episode begins. The second direction runs through
                 the factors in reverse. torch has no keep and hold.
-            hold (array or list, optional): in the shape of keep, true at steps that leave the states of every layer as
-                they are.
+            hold (array or list, optional): in the shape of keep, true at steps that leave the states of every layer
+                unchanged.
 
         Returns:
             tuple: output [L, N, D S] (or [N, L, D S], or [L, D S]) and (h_n, c_n), shaped as `hx`; in the dtype to
@@ -581,7 +591,8 @@ class GRU(Layers):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[Input, mx.array]:
-        """Return the last layer's h at every step, and the last h of all layers.
+        """Return the last layer's h at every step, and the last h of all layers. Sizes: L steps, N sequences, I
+        features, K layers, D directions, H units; P: the steps of all sequences of a packed input.
 
         Args:
             input (array or PackedSequence): [L, N, I]; [N, L, I] with `batch_first`; or [L, I]. A packed sequence has
@@ -590,8 +601,8 @@ class GRU(Layers):
                 Default: zeros.
             lengths (integer array or list, optional): [N], the number of steps of each sequence, as in `LSTM`.
             key (array, optional): the random key of dropout, as in `LSTM`.
-            keep (array, optional): factors on the states before each step, as in `LSTM`.
-            hold (array, optional): steps that leave the states as they are, as in `LSTM`.
+            keep (array, optional): [L, N], factors on the states before each step, as in `LSTM`.
+            hold (array, optional): [L, N], true at steps that leave the states unchanged, as in `LSTM`.
 
         Returns:
             tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
@@ -660,12 +671,12 @@ class RNN(Layers):
         hold: Hold = None,
     ) -> tuple[Input, mx.array]:
         """Return (output, h_n): the last layer's h at every step [L, N, D H], and the last h of all layers [K D, N, H].
-        Sizes: L steps, N batch, K layers, D directions, H units.
+        Sizes: L steps, N batch, I features, K layers, D directions, H units.
 
         `input` is [L, N, I] or a `PackedSequence`; the output is then packed like it. The other arguments are optional.
         `hx` [K D, N, H]: the first h. `lengths` [N]: the number of steps of each sequence. `key`: the random key of
         dropout. `keep` [L, N]: factors on the states before each step. `hold` [L, N]: true at steps that leave the
-        states as they are. `LSTM` explains them further, and the shapes with `batch_first`.
+        states unchanged. `LSTM` explains these arguments further, and the shapes with `batch_first`.
         """
         output, last = self.run_packed(cells.RNNCell(self.nonlinearity), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
@@ -730,46 +741,47 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
 
 class Cell(Layers):
-    """Base class of `LSTMCell`, `GRUCell` and `RNNCell`: a layer that runs one step per call. Its parameter names have
-    no ending such as `_l0`. A `cells.Cell` is something else, the formula of a step."""
+    """Base class of `LSTMCell`, `GRUCell` and `RNNCell`: a layer that runs one step per call. Its parameter names do
+    not end in `_l0`. Do not confuse it with `cells.Cell`, which is the formula of a step."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
         """Make one layer in one direction, without dropout, projection and checkpointing."""
-        # In the order of `Layers.__init__`: num_layers 1, batch_first False, dropout 0.0, bidirectional False,
-        # proj_size 0, checkpoint_every None.
+        # The constants are, in this order: num_layers=1, batch_first=False, dropout=0.0, bidirectional=False,
+        # proj_size=0, checkpoint_every=None.
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
 
     def key(self, name: str, layer: int, ending: str) -> str:
-        """Return the name of a parameter in a cell: `name` without an ending for layer and direction, since a cell has
-        only one of each."""
+        """Return `name`, such as weight_ih, unchanged: a cell has one layer and one direction, so its parameter names
+        have no ending for them."""
         return name
 
     def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
-        """Return the states after one step, by name, [N, H] or [H] like the input. cell: the formula of the step.
-        input: [N, I] or [I]. states: the states before the step by name, "h" and "c"; `None` stands for zeros."""
-        batched = not isinstance(input, mx.array) or input.ndim != 1  # `check_array` refuses what is no array
+        """Run one step. Return {name: state} after it, each [N, H], or [H] for an input [I]. cell: the formula of the
+        step. input: [N, I] or [I]. states: the states before the step by name, "h" and "c"; `None` stands for zeros. N,
+        I, H: sequences, features, units."""
+        batched = not isinstance(input, mx.array) or input.ndim != 1  # a wrong type is refused by `check_array` below
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
         why = f", as input is {'[N, I]' if batched else '[I]'} = {list(input.shape)},"
         for name, state in states.items():
             if state is not None:
                 check_array(self.op, name, state, [*input.shape[:-1], self.hidden_size], why=why)
-        # now: whether the call computes at once, on the CPU. run_small(function, *arrays): then NumPy does small
-        # operations, which takes less time than MLX; otherwise MLX adds them to its graph.
+        # now: the call computes immediately, on the CPU. run_small(function, *arrays) applies a function to arrays: by
+        # NumPy if `now`, because it takes less time for small operations, else by MLX, which adds them to its graph.
         now, H = computes_now(self.engine), self.hidden_size
         run_small, arrays = by_numpy if now else by_mlx, self.arrays(0, now)  # 0: the only layer
         first = {name: state for name, state in states.items() if state is not None}
         dtype, shape = common_dtype([input, *first.values(), *arrays.values()]), (*input.shape[:-1], H)
         if 0 in shape:  # an empty batch
             return {name: mx.zeros(shape, dtype) for name in states}
-        # h0 and c0 [N, H]. itemgetter(None) adds a batch axis: array[None].
+        # Add h0 and c0, each [N, H]. itemgetter(None) adds a batch axis, as array[None] does.
         arrays |= {
             f"{name}0": state if batched else run_small(itemgetter(None), state) for name, state in first.items()
         }
         arrays["x"] = run_small(methodcaller("reshape", (1, -1, self.input_size)), input)  # [1, N, I]: one step
-        # One call of the recurrence with all arrays in one dtype. Without training nothing is saved for a gradient.
         call = Call(cell, engine=self.engine, op=self.op)
         outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
-        # choice: which engine ran, for the property `engine_used`. In `vars`, as an entry of a module is a parameter.
+        # choice: which engine ran, for the property `engine_used`. It is stored in `vars`, because MLX would count a
+        # tuple attribute as parameters.
         vars(self)["_engine_used"] = choice
         last = {name: outputs[f"{name}T"] for name in states}
         return last if batched else {name: run_small(itemgetter(0), state) for name, state in last.items()}
@@ -780,7 +792,8 @@ class LSTMCell(Cell):
     layer and one direction.
 
     Parameters: `weight_ih` [4H, I], `weight_hh` [4H, H], `bias_ih`, `bias_hh` [4H]; gate order i, f, g, o. To run many
-    steps in one call, or to quantize the weights, make a layer of them: `from_weights(convert.from_torch(cell))`.
+    steps in one call, or to quantize the weights, make an `LSTM` with these weights:
+    `from_weights(convert.from_torch(cell))`.
 
     Args:
         input_size, hidden_size (int): the sizes I of the features and H of the states.
@@ -806,7 +819,7 @@ class LSTMCell(Cell):
 
     @advised
     def __call__(self, input: mx.array, hx: tuple[mx.array, mx.array] | None = None) -> tuple[mx.array, mx.array]:
-        """Return the states after a step.
+        """Return the states after a step. Sizes: N sequences, I features, H units.
 
         Args:
             input (array): [N, I] or [I].
@@ -824,7 +837,7 @@ class GRUCell(Cell):
     one direction.
 
     Parameters: `weight_ih` [3H, I], `weight_hh` [3H, H], `bias_ih`, `bias_hh` [3H]; gate order r, z, n. The arguments
-    are those of `LSTMCell`.
+    are those of `LSTMCell`. I: input features, H: units.
 
     Example:
         >>> import mlx.core as mx
@@ -842,7 +855,7 @@ class GRUCell(Cell):
 
     @advised
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """Return h after a step.
+        """Return h after a step. Sizes: N sequences, I features, H units.
 
         Args:
             input (array): [N, I] or [I].
@@ -856,7 +869,7 @@ class RNNCell(Cell):
     layer and one direction.
 
     Parameters: `weight_ih` [H, I], `weight_hh` [H, H], `bias_ih`, `bias_hh` [H]. The argument `nonlinearity` is "tanh"
-    or "relu"; the other arguments are those of `LSTMCell`.
+    or "relu"; the other arguments are those of `LSTMCell`. I: input features, H: units.
 
     Example:
         >>> import mlx.core as mx
@@ -887,7 +900,7 @@ class RNNCell(Cell):
 
     @advised
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """Return h after a step, [N, H] or [H].
+        """Return h after a step, [N, H] or [H]. Sizes: N sequences, I features, H units.
 
         Args:
             input (array): [N, I] or [I].
@@ -897,8 +910,8 @@ class RNNCell(Cell):
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:
-    """Return the states h and c of the argument `hx` of an LSTM, or `None` for both if `hx` is None. Raise ValueError
-    if it is no pair. op: the name that the error text begins with."""
+    """Return the pair (h, c) of an LSTM's argument `hx`, or (None, None) if `hx` is None. Raise ValueError for anything
+    else than a pair. op: the layer's name, with which the error text begins."""
     if hx is None:
         return None, None
     if not (isinstance(hx, (tuple, list)) and len(hx) == 2):
@@ -930,9 +943,9 @@ def from_weights(
         >>> torch.from_weights(convert.from_mlx(mlx.nn.GRU(3, 4)), batch_first=True)
         GRU(3, 4, batch_first=True)
     """
-    arrays = by_names("torch.from_weights", weights)  # by torch's names; raises the ValueError
+    arrays = by_names("torch.from_weights", weights)  # {torch's name: array}; raises the documented ValueError
     sizes = {"input_size": weights.input_size, "hidden_size": weights.hidden_size, "num_layers": len(weights.layers)}
-    bias = any(name.startswith("bias") for name in arrays)  # also if a forget bias is the only one
+    bias = any(name.startswith("bias") for name in arrays)  # True also if the cell's forget bias is the only bias
     options = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "engine": engine}
     options |= {"bidirectional": weights.directions == 2}
     cell = weights.cell

@@ -239,6 +239,15 @@ def test_shares_are_all_rows_in_order():
             assert shares == list(range(rows))
 
 
+def test_a_process_without_terms_changes_no_mean():
+    """The mean of no terms is NaN. The other process has the mean 2 of 4 terms, and sends (4, 8)."""
+    ranks = char_lm.Ranks()
+    ranks.rank, ranks.size = 1, 2
+    with patch.object(ranks, "sum", lambda message: message + mx.array([4.0, 8.0])):
+        (mean,), _ = ranks.join((mx.array(np.nan),), (), 1, count=0)
+    assert mean.item() == 2
+
+
 def test_more_processes_than_rows_are_refused():
     ranks = char_lm.Ranks()
     ranks.size = 9

@@ -220,6 +220,25 @@ def test_matrices_of_a_narrow_batch_are_divided(monkeypatch, word, B, strided):
     assert all(shape[0] == blocks and shape[1] * shape[2] * shape[3] <= largest for shape in divided)
 
 
+def test_only_what_blas_cannot_read_is_copied():
+    """BLAS reads a matrix in place if its rows or its columns are contiguous and do not overlap. This test has all
+    kinds of views, as matrices and as stacks of matrices. Other views are copied once."""
+    numbers = np.arange(48.0).reshape(2, 4, 6)
+    row, column = numbers[:, :1], numbers[:, :, :1]
+    windows = np.lib.stride_tricks.sliding_window_view(np.arange(12.0), 6)
+    fit = [numbers, numbers[:, 1:3], numbers[:, ::2], numbers[:, :, 1:5], numbers[:, ::3, 2:], column]
+    fit += [numbers.reshape(2, 6, 4)[:, :, :3]]
+    unfit = [numbers[:, :, ::2], numbers[:, ::-1], numbers[:, :, ::-1], numbers[:, ::2, ::2]]
+    unfit += [np.broadcast_to(row, numbers.shape), np.broadcast_to(column, numbers.shape)]
+    for arrays, fits in ((fit, True), (unfit, False)):
+        for array in [*arrays, *(each[0] for each in arrays), *([] if fits else [windows])]:
+            for view in (array, array.swapaxes(-1, -2)):
+                got = engine_numpy_products.matrix(view)
+                assert (got is view) == fits, view.strides
+                assert fits or got.flags.c_contiguous
+                np.testing.assert_array_equal(got, view)
+
+
 @pytest.mark.parametrize("T, B", [(1, 32), (2, 16)])
 @pytest.mark.parametrize("word", OPS)
 def test_few_steps_of_a_wide_batch_agree_with_ops(monkeypatch, word, T, B):

@@ -600,6 +600,20 @@ def test_four_processes_lose_no_verdict(tmp_path):
     assert len(found) == 4 * 40 and set(found.values()) == {""}
 
 
+def test_a_forked_process_keeps_no_lock(monkeypatch):
+    """The lock on trials is released after a trial even if a process that was forked meanwhile has its file open."""
+    fcntl, copies = pytest.importorskip("fcntl"), []
+    flock = fcntl.flock
+    # A copy of the file's number keeps the file open, as a forked process does.
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: (copies.append(os.dup(file.fileno())), flock(file, how))[1])
+    with _guard.one_process_at_a_time():
+        pass
+    with verdicts.file().with_suffix(".lock").open() as another:
+        flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises BlockingIOError while the lock is held
+    for copy in copies:
+        os.close(copy)
+
+
 def test_a_verdict_counts_for_one_version_of_everything(monkeypatch):
     """A verdict (the result of a trial run of kernels) is stored together with the chip, the versions of macOS, MLX
     and mlx-lstm, and the kernels' source. If one of these changes, even macOS 26.0 to 26.1, the kernels are tried
@@ -819,16 +833,16 @@ def test_a_verdict_is_kept_for_this_machine(own_cache, monkeypatch):
         in_a_new_process()
     assert len(trials) == 1
     ((machine, kept),) = json.loads(own_cache.read_text()).items()
-    assert machine == verdicts.names() and tuning.kernels_hash() in machine and list(kept.values()) == [BROKEN]
+    assert machine == verdicts.environment() and tuning.kernels_hash() in machine and list(kept.values()) == [BROKEN]
     assert trial_from(next(iter(kept))) == trials[0]
 
 
 def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
     """The cache file keeps the results of the kernels' trial runs for several environments (machine and versions):
     the ones used last."""
-    trials, real = counted(monkeypatch), verdicts.names()
+    trials, real = counted(monkeypatch), verdicts.environment()
     for n in range(verdicts.MACHINES + 1):
-        monkeypatch.setattr(verdicts, "names", lambda n=n: f"{real} {n}")
+        monkeypatch.setattr(verdicts, "environment", lambda n=n: f"{real} {n}")
         in_a_new_process()
         _guard.refusal("fused", problem())
     assert len(trials) == verdicts.MACHINES + 1
@@ -845,7 +859,7 @@ def test_another_process_may_have_tried_meanwhile(own_cache, monkeypatch):
     # here, so it deletes the result of this trial run.
     own_cache.write_text(before)
     verdicts.record("mine", "")
-    assert len(trials) == 2 and set(json.loads(own_cache.read_text())[verdicts.names()]) >= {"mine"}
+    assert len(trials) == 2 and set(json.loads(own_cache.read_text())[verdicts.environment()]) >= {"mine"}
     own_cache.write_text(other)
     in_a_new_process()
     _guard.refusal("fused", problem(H=10, P=10))
@@ -1052,7 +1066,10 @@ def test_a_trial_of_clips_that_stop_gradients(clips):
     for cell in every_cell():
         if cell.op == "lstm" and cell.cell_clip:
             limits = {"cell_clip": None, **dict.fromkeys(clips, 3.0)}
-            cell = without_numbers(cell._replace(**limits, clip_gradient="zero"))
+            of_call = cell._replace(**limits, clip_gradient="zero")
+            cell = without_numbers(of_call)
+            for name in ("cell_clip", "projection_clip", "forget_bias"):  # the trial has the options of the call
+                assert bool(getattr(cell, name)) == bool(getattr(of_call, name)), name
             for given in (names, names[:5]):
                 given = (*given, "Wp") if "projection_clip" in clips else given
                 drawn = _draw.draw(problem(B=3, cell=cell, dtype=mx.bfloat16, names=given), np.random.default_rng(0))

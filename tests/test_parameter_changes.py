@@ -227,6 +227,14 @@ def test_what_else_is_made_of_the_same_arrays_has_an_entry_of_its_own():
         assert weights.cached("sum", arrays, lambda arrays: 1 / 0) is first
         assert weights.cached("difference", arrays, lambda arrays: arrays[0] - arrays[1]) is not first
         assert weights.cached("sum", [*arrays, 3], lambda arrays: arrays[2]) == 3
+        # The same memory as numbers of another dtype, and the same arrays under each other's names.
+        halves, first = mx.ones((2,), mx.bfloat16), mx.zeros((2,))
+        for dtype in (mx.bfloat16, mx.float16):
+            found = weights.cached("dtype", [first, halves.view(dtype)], lambda arrays: arrays[1] + 0)
+            assert found.dtype == dtype
+        for names in ("ab", "ba"):
+            named = dict(zip(names, arrays, strict=True))
+            assert weights.cached("name", named, lambda arrays: arrays["a"] + 0).shape == named["a"].shape
 
 
 def test_a_value_is_made_of_the_arrays_its_key_names():

@@ -2,6 +2,7 @@
 the tests for the Metal engines."""
 
 import warnings
+from contextlib import suppress
 from functools import cache
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ import mlx_lstm
 from mlx_lstm import Quantized, gru_gradients, lstm, lstm_gradients, rnn
 from mlx_lstm.engines.cells import NormOptions
 from mlx_lstm.engines.numpy import weights
+from mlx_lstm.engines.packing import WIDTHS
 
 OPTIONS = {
     "lstm": {"peephole": True, "mask": (3, 2, "P"), "lengths": [3, 1]},
@@ -53,6 +55,26 @@ def of_option(option, dtype=np.float32):
     if options.get("sizes", (0, 0, 32))[2] == 5:
         options = {"quantize": ("Wh", "Wp")} | options
     return quantized_case(dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+def test_formats_and_defaults_are_those_of_mlx(mode):
+    """The library takes every format that `mx.quantize` takes, and no other. Without group size and bits, layers and
+    `Quantized` have the format that MLX takes then."""
+    matrix, accepted = mx.random.normal((64, 256)), set()
+    for packing in [(group, bits) for group in (8, 16, 32, 64, 128, 256) for bits in range(1, 10)]:
+        with suppress(ValueError):
+            mx.quantize(matrix, *packing, mode)
+            accepted.add(packing)
+    assert accepted == {(group, bits) for group in WIDTHS[mode][0] for bits in WIDTHS[mode][1]}
+    layer = mlx_lstm.nn.LSTM(256, 64)
+    quantized = mlx_lstm.nn.QuantizedLSTM.from_layer(layer, mode=mode)
+    for part, array in zip(("", "_scales", "_biases"), mx.quantize(layer["Wx"], mode=mode), strict=False):
+        np.testing.assert_array_equal(quantized[f"Wx{part}"], array)
+    if mode == "affine":
+        weight = Quantized(*mx.quantize(matrix))
+        np.testing.assert_array_equal(mx.dequantize(*weight[:3], *weight.packing), mx.dequantize(*weight[:3]))
+        assert weight.shape == matrix.shape
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -104,13 +126,14 @@ def test_ops_compile_and_export(tmp_path):
 
 def test_dequantized_weights_are_cached_while_they_are_the_same_arrays(monkeypatch):
     made = []
-    original, before = weights.matrix, len(weights._cached)
+    original = weights.matrix
+    monkeypatch.setattr(weights, "_cached", {})  # without entries of other tests, which may end at any moment
     monkeypatch.setattr(weights, "matrix", lambda *arguments: made.append(1) or original(*arguments))
     x, Wh = mx.ones((2, 1, 128)), packed(mx.random.normal((128, 32)), 32, 4, "affine")
     Wh = Wh._replace(biases=mx.array(Wh.biases.astype(mx.bfloat16)), scales=Wh.scales.astype(mx.bfloat16))
     first = lstm(x, None, Wh, engine="numpy").h
     lstm(x, None, Wh, engine="numpy")
-    assert len(made) == 1 and len(weights._cached) == before + 1
+    assert len(made) == 1 and len(weights._cached) == 1
     scales = Wh.scales
     scales *= 2  # in place: the same Python object with new values
     biases = Wh.biases
@@ -120,7 +143,21 @@ def test_dequantized_weights_are_cached_while_they_are_the_same_arrays(monkeypat
     np.testing.assert_array_equal(second, lstm(x, None, matrix_of(Wh), engine="numpy").h)
     assert not np.array_equal(first, second)
     del Wh, scales, biases
-    assert len(weights._cached) == before
+    assert not weights._cached
+
+
+def test_the_same_integers_in_several_formats():
+    """Read with 4 bits instead of 8, the same integers are twice as many columns of another matrix. The cache of
+    dequantized matrices tells these two apart. An x of 16 bits leaves it the matrix in float32."""
+    Wh, (integers, *parts) = mx.zeros((32, 32)), mx.quantize(mx.random.normal((32, 32)), 32, 8)
+    halves = [part.astype(mx.float16) for part in parts]
+    with mx.stream(mx.cpu):
+        for bits, dtype, error in [(8, mx.float16, 2e-2), (8, mx.float32, 1e-5), (4, mx.float32, 1e-5)]:
+            packing, x = (256 // bits, bits), mx.random.normal((1, 2, 256 // bits)).astype(dtype)
+            matrix = mx.dequantize(integers, *(half.astype(mx.float32) for half in halves), *packing)
+            expected = np.tanh(np.array(x[0], np.float64) @ np.array(matrix.T, np.float64))
+            got = rnn(x, Quantized(integers, *halves, *packing), Wh.astype(dtype)).h[0]
+            np.testing.assert_allclose(got, expected, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -4,7 +4,7 @@ computes the other steps again in the gradient. Results must not change, and mem
 import sys
 import warnings
 from collections import deque
-from functools import partial
+from functools import lru_cache, partial
 from types import ModuleType
 from weakref import ref
 
@@ -168,7 +168,18 @@ class Outside(nn.Module):
         return self.holding.step(x, h)
 
 
-settings, SETTINGS, calling = Settings(), ModuleType("settings"), Calling()
+class Private(nn.Module):
+    """A module with another one that MLX does not search for parameters, because its name begins with "_"."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self._cell = cell
+
+    def __call__(self, x, h):
+        return self._cell(x, h)
+
+
+settings, SETTINGS, PACKAGE, calling = Settings(), ModuleType("settings"), ModuleType("package_of_steps"), Calling()
 
 
 def ways_to_capture(cell):
@@ -197,16 +208,31 @@ def ways_to_capture(cell):
 
         return settings_of_steps.cell(x, h)
 
+    def by_import_of_an_inner_module(x, h):
+        import package_of_steps.settings
+
+        return package_of_steps.own(x, h)
+
+    def by_relative_import(line):
+        space = {"__package__": "package_of_steps", "__name__": "package_of_steps.own"}
+        exec(f"def step(x, h):\n    {line}\n    return cell(x, h)", space)
+        return space["step"]
+
     def by_a_function_of_the_library(x, h):
         outputs, last = recurrent(cell, x[None], h)
         return outputs[0], last
 
-    Settings.cell = SETTINGS.cell = Calling.cell = cell
+    Settings.cell = SETTINGS.cell = PACKAGE.own = Calling.cell = cell
+    cached = lru_cache(lambda: cell)
     weak, queue = ref(cell), deque([cell])
-    sys.modules["settings_of_steps"] = SETTINGS
+    sys.modules["settings_of_steps"] = sys.modules["package_of_steps.settings"] = SETTINGS
+    sys.modules["package_of_steps"] = PACKAGE
 
     return {
         "an import": by_import,
+        "an import of an inner module": by_import_of_an_inner_module,
+        "an import from a module of its package": by_relative_import("from .settings import cell"),
+        "an import from its package": by_relative_import("from . import own as cell"),
         "a function of the library": by_a_function_of_the_library,
         "a class whose `__call__` runs a layer": Calling().step,
         "[]": lambda x, h: calling[0](x, h),
@@ -218,6 +244,8 @@ def ways_to_capture(cell):
         "a slot": Slots(cell).step,
         "a Python module": lambda x, h: SETTINGS.cell(x, h),
         "an attribute of a module that is none of its parameters": Outside(cell),
+        "an attribute of a module with a private name": Private(cell),
+        "a function with a cache": lambda x, h: cached()(x, h),
         "a default": in_default,
         "a keyword default": in_keyword_default,
         "a closure": in_closure,
@@ -271,24 +299,60 @@ def test_a_layer_inside_the_step_warns_of_nothing():
 
 
 def test_a_step_with_dropout_draws_the_same_numbers():
-    """With chunks, a step draws the random numbers that it draws without them, also when the gradient runs it again.
-    The next draw is the same, too."""
+    """With chunks, a step draws the random numbers that a loop without this package draws, also when the gradient runs
+    it again. The next draw is the same, too. A compiled function with the state of the random numbers draws new ones in
+    each call, and is right, too, if the loss or its gradient is compiled. A second derivative is right."""
     inner, drop, x = nn.Linear(D, D), nn.Dropout(0.5), numbers(T, B, D, key=1)
 
     def step(x, h):
         h = mx.tanh(inner(drop(x)) + h)
         return h, h
 
-    def loss(x, every):
-        return recurrent(step, x, mx.zeros((B, D)), checkpoint_every=every)[0].sum()
+    def loss(x):
+        return recurrent(step, x, mx.zeros((B, D)), checkpoint_every=2)[0].sum()
 
+    def loop(x):
+        h, total = mx.zeros((B, D)), 0.0
+        for t in range(T):
+            h, _ = step(x[t], h)
+            total = total + h.sum()
+        return total
+
+    random_too = partial(mx.compile, inputs=mx.random.state, outputs=mx.random.state)
+    both = mx.value_and_grad(loss)
     found = []
-    for every in (None, 2):
+    for function in (mx.value_and_grad(loop), both, random_too(both), mx.value_and_grad(random_too(loss))):
         mx.random.seed(3)
-        value, dx = mx.value_and_grad(loss)(x, every)
-        found.append((value.item(), mx.random.uniform().item(), np.array(dx)))
-    assert found[0][:2] == found[1][:2]
-    np.testing.assert_allclose(found[1][2], found[0][2], rtol=1e-5, atol=1e-6)
+        found.append([np.concatenate([np.array(each).ravel() for each in function(x)]) for _ in range(2)])
+        found[-1].append(mx.random.uniform().item())
+        for got, expected in zip(found[-1], found[0], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    assert found[0][0][0] != found[0][1][0]
+    second = []
+    for function in (loop, loss):
+        mx.random.seed(3)
+        second.append(np.array(mx.grad(lambda x, function=function: (mx.grad(function)(x) ** 2).sum())(x)))
+    assert second[0].any()
+    np.testing.assert_allclose(second[1], second[0], rtol=1e-4, atol=1e-6)
+
+
+def test_compiled_gradients_of_arrays_that_elementwise_operations_compute():
+    """MLX cannot compile two equal splits of such an array, and each chunk runs in both passes. Also without chunks a
+    function may run over the same array twice, in both directions."""
+    x, h = numbers(T, B, H, key=1), mx.zeros((B, H))
+
+    def chunks(x):
+        return recurrent(lambda x, h: (h, mx.tanh(x + h)), x * 3, h, lengths=[7, 2, 5], checkpoint_every=3)[0].sum()
+
+    def directions(x):
+        x = x * 3
+        return sum(
+            recurrent(lambda x, h: (h, mx.tanh(x + h)), x, h, reverse=reverse)[0].sum() for reverse in (False, True)
+        )
+
+    for loss in (chunks, directions):
+        expected, got = (np.array(function(x)) for function in (mx.grad(loss), mx.compile(mx.grad(loss))))
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_by_finite_differences():
@@ -402,18 +466,36 @@ class OfClass:
     layer = nn.Linear(H, H)
 
 
+class Averaging(nn.Module):
+    """A module that keeps a running mean, which is no parameter, and counts its steps in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self._mean = mx.zeros(1), mx.zeros(H)
+
+    def counting(self, x, h):
+        self.count += 1
+        return h, x + h
+
+    def averaging(self, x, h):
+        self._mean = 0.9 * self._mean + h.mean(axis=0)
+        return h, x + h
+
+
 SETTINGS.weight, SETTINGS.weights, leaky.weight, QUEUE = W, {"all": [W]}, W, deque([W])
 MEANS = nn.BatchNorm(H)
 
 BAD = {
-    "a dict of a Python module": (lambda x, h: (h, h @ SETTINGS.weights["all"][0]), "in a module, but got weights"),
-    "a function's": (lambda x, h: (h, h @ leaky.weight), "in a module, but got weight"),
+    "a dict of a Python module": (lambda x, h: (h, h @ SETTINGS.weights["all"][0]), "but got SETTINGS.weights.all.0"),
+    "a function's": (lambda x, h: (h, h @ leaky.weight), r"in a module, but got leaky\.weight"),
     "in a deque": (lambda x, h: (h, h @ QUEUE[0]), "in a module, but got QUEUE.0"),
-    "a Python module's": (lambda x, h: (h, mx.tanh(x + h @ SETTINGS.weight)), "in a module, but got weight"),
+    "a Python module's": (lambda x, h: (h, mx.tanh(x + h @ SETTINGS.weight)), r"but got SETTINGS.weight\."),
     "a global array": (global_array, "or hold them in a module, but got W"),
-    "inside a closure": (capturing({"recurrent": [W]}), "in a module, but got inner.arrays.recurrent.0"),
+    "inside a closure": (capturing({"recurrent": [W]}), r"in a module, but got arrays\.recurrent\.0"),
     "an object's": (Holder().step, "or hold them in a module, but got self.scale"),
     "assigned": (Counting().step, "must not assign arrays to a module with checkpoint_every.*but got Counting.count"),
+    "changed in place": (Averaging().counting, "assign arrays to a module .*but got Averaging.count"),
+    "no parameter": (Averaging().averaging, "assign arrays to a module .*but got Averaging._mean"),
     "running means": (lambda x, h: (h, MEANS(x) + h), "assign arrays to a module .*but got BatchNorm.running_mean"),
     "by a helper": (lambda x, h: (h, by_helper(OfClass, x) + h), "but got an array of shape"),
     "by a computed name": (lambda x, h: (h, getattr(OfClass, "LAYER".lower())(x) + h), "but got an array of shape"),

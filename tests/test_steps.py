@@ -128,7 +128,8 @@ def assert_same_if_spoilt(engine, case, cotangents, dtype):
 
 def test_what_may_be_given():
     """keep may be bool, integers or floats of another dtype, may broadcast, and may have an axis for the directions.
-    hold may be an array or a list of bool or integers."""
+    hold may be an array or a list of bool or integers, also an array of NumPy that is reversed or has another byte
+    order."""
     rng = np.random.default_rng(1)
     case = draw(rng, sizes=SIZES, dtype=np.float32)
     _, arrays, _ = split(case)
@@ -142,7 +143,7 @@ def test_what_may_be_given():
             mx.array(1 - done, mx.float16),
             mx.array(1 - done)[..., None],
         ):
-            for hold in (done, done.astype(int).tolist()):
+            for hold in (done, done.astype(int).tolist(), done[::-1].copy()[::-1], done.astype(">i4")):
                 assert mx.array_equal(lstm(**arrays, keep=keep, hold=hold).h, whole)
         for axis, shape in ((0, (1, B)), (1, (T, 1))):
             one = mx.array(rng.random(shape), mx.float32)

@@ -146,7 +146,13 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+NEEDS_COMPILE = pytest.mark.needs_mx_compile
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=NEEDS_COMPILE if name in ("compile", "shapeless") else []) for name in TRANSFORMATIONS],
+)
 def test_whether_mlx_transforms_is_known(name):
     """`is_transforming` is true inside each of MLX's transformations and false after it, also in a new thread."""
     found = []
@@ -190,6 +196,7 @@ def test_whether_mlx_transforms_is_known_in_a_new_stream():
     assert len(seen) == 6 and not any(seen)
 
 
+@NEEDS_COMPILE
 @ALL_KINDS
 def test_compiled_for_any_shape_is_refused(kind):
     """MLX raises an error for a recurrence compiled with shapeless=True, because it cannot infer the output shapes.
@@ -200,6 +207,7 @@ def test_compiled_for_any_shape_is_refused(kind):
         mx.eval(compiled(arrays[0]), compiled(mx.concatenate([arrays[0], arrays[0]])))
 
 
+@NEEDS_COMPILE
 @pytest.mark.parametrize("axis", [0, 1])
 @ALL_KINDS
 def test_a_single_step_compiled_for_any_shape_is_refused(kind, axis):
@@ -229,6 +237,14 @@ def test_compiled_with_lengths_as_an_argument(kind):
     for lengths in ([2, 1], [0, 2]):
         expected = gradient(lambda *a, n=lengths: loss(*a, lengths=n), count)(*arrays)
         assert_trees_close(compiled(mx.array(lengths), *arrays), expected)
+
+
+@ALL_KINDS
+def test_compiled_with_arrays_that_elementwise_operations_compute(kind):
+    """MLX cannot compile two equal splits of such an array, as each step would split the peephole weights."""
+    arrays, _, loss = small(kind)
+    scaled = gradient(lambda *arrays: loss(*(array * 1.5 for array in arrays)), len(arrays))
+    assert_trees_close(mx.compile(scaled)(*arrays), scaled(*arrays))
 
 
 def test_compiled_gradient_without_training():
@@ -313,7 +329,7 @@ def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
 @pytest.mark.parametrize("kind", ("lstm", "gru", "rnn"))
 def test_the_padding_does_not_enter_a_derivative_that_mlx_derives(kind):
     """NaN in the padding of x and of the mask changes no derivative: neither the gradient without training inside a
-    transformation, which MLX derives from the operations of `ops`, nor that in forward mode."""
+    transformation, which MLX derives from the operations of `ops`, nor one in forward mode, nor a second one."""
     op, gates = getattr(recurrence, kind), {"lstm": 4, "gru": 3, "rnn": 1}[kind]
     rng = np.random.default_rng(2)
     weights = [to_mlx(rng.normal(size=(gates * 2, size)), np.float32) for size in (3, 2)]
@@ -322,13 +338,18 @@ def test_the_padding_does_not_enter_a_derivative_that_mlx_derives(kind):
         mask, x = (to_mlx(np.where(ended, padding, array), np.float32) for array in drawn)
         x = mx.concatenate([x, x[..., :1]], axis=-1)  # I = 3, H = 2
 
-        def loss(x, Wx, Wh, mask=mask):
-            return (op(x, Wx, Wh, mask=mask, lengths=[2, 0], training=False, engine="ops").h ** 2).sum()
+        def loss(x, Wx, Wh, mask=mask, training=False):
+            return (op(x, Wx, Wh, mask=mask, lengths=[2, 0], training=training, engine="ops").h ** 2).sum()
+
+        def steepness(*arrays):
+            gradients = mx.grad(lambda *arrays: loss(*arrays, training=True), argnums=(0, 1, 2))(*arrays)
+            return sum((g * g).sum() for g in gradients)
 
         # vmap is an example of a transformation in which the arrays have no values.
         traced = mx.vmap(mx.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, None))(x[None], *weights)
         forward = mx.jvp(loss, (x, *weights), (mx.ones_like(x), *weights))[1]
-        found.append([*traced, *forward])
+        second = mx.grad(steepness, argnums=(0, 1, 2))(x, *weights)
+        found.append([*traced, *forward, *second])
     for zero, nan in zip(*found, strict=True):
         np.testing.assert_array_equal(np.array(zero), np.array(nan))
 
@@ -402,6 +423,7 @@ def test_works_under_nn_value_and_grad():
     assert_trees_close([gradients["Wh"]], [expected])
 
 
+@NEEDS_COMPILE
 def test_on_the_cpu_a_compiled_function_warns_once_and_mlx_can_let_it_run_as_it_is():
     """A compiled function on the CPU warns once, at the line of the caller, and does not warn if the caller
     requested the engine `ops`. With mx.disable_compile(), the engine `numpy` runs."""

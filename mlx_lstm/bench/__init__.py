@@ -1,8 +1,8 @@
-"""The benchmark command, `python -m mlx_lstm.bench`: it compares this package with MLX's own LSTM, torch and
-TensorFlow.
+"""The benchmark command, `python -m mlx_lstm.bench`: it compares the speed of this package with that of MLX's own LSTM,
+torch and TensorFlow.
 
-`mlx_lstm.lab.timing` does the work. `tune` measures which engine the library should choose, `host` measures the time to
-build a call's graph.
+`mlx_lstm.lab.timing` does the work. `tune` measures which engine the library should choose, and `host` measures the
+time to build the graph of a call.
 """
 
 from ..lab.timing.tasks import Contender, Size, Task, Work

@@ -23,11 +23,12 @@ from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
 from .tune import tune
 
-QUICK = {"seconds": 1.0, "rounds": 3}  # the defaults of --seconds and --rounds with --quick
-FULL = {"seconds": 10.0, "rounds": 5}  # and without
+QUICK = {"seconds": 1.0, "rounds": 3}  # defaults of --seconds and --rounds with --quick
+FULL = {"seconds": 10.0, "rounds": 5}  # and without --quick
 
 PASSES_HELP = (
-    "forward, backward (with its forward pass) or, for streaming, paced (a step every 3 ms); default: those of the case"
+    "the passes to measure: forward; backward, which includes the forward pass; paced, a step every 3 ms (only with "
+    "--case streaming); default: depends on the case"
 )
 MEASURING = ("case", "sizes", "passes", "contenders", "engine", "device", "dtype", "patience", "csv")
 APPLY = {
@@ -36,13 +37,13 @@ APPLY = {
     "host": ("case", "sizes", "dtype", "csv"),
     "tune": ("case", "tune_file"),
 }
-"""The options that may be used in each kind of run. The key is the option that starts the kind of run, or "" for a
-measurement of times, which takes all options but --tune-file."""
+"""The options that may be used in each kind of run. The key is the option that starts this kind of run, or "" for a
+measurement of times."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return the exit code: 0, 1 if an implementation failed or its results were wrong, 2 for a
-    wrong option, 130 if Ctrl-C interrupted it."""
+    """Run the command. Return the exit code: 0 if all is well, 1 if an implementation failed or its results were wrong,
+    2 for a wrong option, 130 if Ctrl-C interrupted it."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         complete(options)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
-    in_all_digits()  # without TF32 on the newest chips: a comparison with float64 would call its rounding an error
+    in_all_digits()  # no TF32 in MLX's products on the newest chips: its rounding would count as an error
     if options.tune or options.host:
         try:
             return tune(options.tune_file) if options.tune else show_host(options)
@@ -76,8 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def failures_text(rows: Iterable[Measurement]) -> str:
-    """Return as text one line for each implementation and engine that failed: its first failure, and how many more
-    there are."""
+    """Return one line of text for each implementation and engine that failed: its first failure, and the number of its
+    further failures."""
     failed: dict[str, list[Measurement]] = {}
     for row in rows:
         if row.failed:
@@ -90,7 +91,8 @@ def failures_text(rows: Iterable[Measurement]) -> str:
 
 
 def shortened(row: Measurement, printed: Collection[str]) -> Measurement:
-    """Return a measurement for printing. If the text of its status was printed before, keep only the first line."""
+    """Return a measurement for printing. If its status, an error text of several lines, is in `printed`, the texts that
+    were printed before, shorten it to the first line."""
     return row._replace(status=f"{row.status.splitlines()[0]} (as above)") if row.status in printed else row
 
 
@@ -116,13 +118,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_what(parser.add_argument_group("what is measured").add_argument)
     add_how(parser.add_argument_group("how long, and where the figures go").add_argument)
-    add = parser.add_argument_group("something else instead of times").add_argument
-    memory = f"measure the peak memory of a backward pass; its size is {MEMORY_SIZE}, unless --sizes says otherwise"
+    add = parser.add_argument_group("measure something else instead of times").add_argument
+    memory = f"measure the peak memory of a backward pass, at the size {MEMORY_SIZE} or at those of --sizes"
     add("--memory", action="store_true", help=memory)
-    add("--host", action="store_true", help="measure how long Python takes to prepare a call, ours and mlx.nn.LSTM's")
+    add("--host", action="store_true", help="measure how long Python takes to build the graph of a call")
     tune = "on a Mac: measure which Metal engine is faster at which size, and save the result for all later runs"
     add("--tune", action="store_true", help=tune)
-    where = "where --tune saves it; default: the file in your cache folder that the library reads"
+    where = "write the result of --tune to FILE; default: the file in your cache folder that the library reads"
     add("--tune-file", metavar="FILE", help=where)
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     return parser
@@ -131,30 +133,37 @@ def make_parser() -> argparse.ArgumentParser:
 def add_what(add: Callable[..., object]) -> None:
     """Add the options that select what is measured, by the method `add_argument` of a group."""
     cases = (
-        "lstm (the default): a layer of one direction; block_lstm: TensorFlow's BlockLSTM; streaming: one time step "
-        "per call; cudnn_lstm, cudnn_gru: TensorFlow's CudnnRNN"
+        "the computation to measure. lstm (the default): an LSTM layer in one direction; block_lstm: TensorFlow's "
+        "BlockLSTM; streaming: an LSTM that runs one time step per call; cudnn_lstm, cudnn_gru: TensorFlow's CudnnRNN "
+        "with two bidirectional layers"
     )
     add("--case", choices=CASES, metavar="CASE", help=cases)
-    sizes = f"time steps, sequences in a batch, inputs, hidden units; default for lstm: {' '.join(map(str, SIZES))}"
+    sizes = (
+        "the sizes to measure: time steps, sequences in a batch, inputs, hidden units; default for lstm: "
+        f"{' '.join(map(str, SIZES))}"
+    )
     add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=sizes)
     add("--passes", nargs="+", choices=(*PASSES, "paced"), metavar="PASS", help=PASSES_HELP)
     names = "; ".join(f"{case}: {', '.join(CASES[case].contenders)}" for case in CASES)
-    contenders = f"the libraries to compare. {names}. Or module:attribute of your own Contender; default: all installed"
+    contenders = (
+        f"the libraries (contenders) to compare, by case. {names}. module:attribute names a Contender of your own; "
+        "default: all that are installed"
+    )
     add("--contenders", nargs="+", metavar="NAME", help=contenders)
     engines = f"our engines (implementations) to time, of {', '.join(ENGINES)}; default: what a layer would use here"
     add("--engine", nargs="+", choices=ENGINES, metavar="ENGINE", help=engines)
     every = (
-        "for lstm, backward: also time our layer saving the states of every K-th step only (less memory, more time); "
-        "K may be auto"
+        "in the backward pass of --case lstm also measure our layer with the option checkpoint_every=K, which needs "
+        "less memory and more time; K may be auto"
     )
     add("--checkpoint-every", nargs="+", type=every_option, metavar="K", help=every)
-    add("--device", choices=("cpu", "gpu"), help="where the contenders that use MLX run; default: MLX's default device")
-    add("--dtype", choices=DTYPES, help="default: float32")
+    add("--device", choices=("cpu", "gpu"), help="the device of contenders that use MLX; default: MLX's default device")
+    add("--dtype", choices=DTYPES, help="the dtype of the arrays; default: float32")
 
 
 def add_how(add: Callable[..., object]) -> None:
-    """Add the options that say how long it is measured, and which files are written."""
-    add("--quick", action="store_true", help="fewer sizes, rounds and seconds, where you do not give them")
+    """Add the options that say how long to measure, and which files to write."""
+    add("--quick", action="store_true", help="fewer sizes, rounds and seconds, unless you set them yourself")
     add("--rounds", type=int, metavar="N", help=f"how many turns each contender has; default: {FULL['rounds']}")
     seconds = f"seconds for each contender, size and pass, all rounds together; default: {FULL['seconds']:g}"
     add("--seconds", type=float, metavar="S", help=seconds)
@@ -248,17 +257,17 @@ def show_host(options: argparse.Namespace) -> int:
 
 
 def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
-    """Return the engines to measure at a size: those that the user requested, or the one that the library chooses.
-    Raise ValueError if a requested engine cannot run."""
+    """Return the engines to measure at a size: the engines that the user requested, or the engine that the library
+    chooses. Raise ValueError if a requested engine cannot run."""
     case = CASES[options.case]
-    # traced: False, as the timed calls are not inside a transformation such as `mx.compile`.
+    # traced=False: the timed calls are not inside a transformation such as `mx.compile`.
     where = {"sizes": size, "dtype": DTYPES[options.dtype], "device": options.device, "traced": False}
     where |= {"metal": has_metal(), "cell": case.cell, "bidirectional": case.bidirectional}
     return [choose(requested=word, **where).engine for word in dict.fromkeys(options.engine or [None])]
 
 
 def interrupted_text(groups: list[list[Measurement]], options: argparse.Namespace) -> str:
-    """Return what Ctrl-C leaves: how many tables are measured, and where they are."""
+    """Return the text to print after Ctrl-C: how many tables are complete, and where they are."""
     done = f"{len(groups)} of {len(options.sizes) * len(options.passes)} tables"
     kept = f"they are in {options.csv}" if options.csv else "they are printed above; --csv FILE would keep them"
     return f"\ninterrupted after {done}" + (f": {kept}" if groups else ": nothing is kept")

@@ -1,9 +1,8 @@
-"""Measure, for `--host`, the time that building the graph of a call takes, before anything runs. Our layers and
-`mlx.nn.LSTM` take turns.
+"""Measure the time to build the graph of a call, for the option `--host`. Nothing in the graph runs. Our layers and
+`mlx.nn.LSTM` take turns. On a Mac the GPU waits while the graph is built, unless it has other work.
 
-This needs no Metal: while MLX traces for an export, custom kernels can be called without Metal, so the calls are timed
-during an export. Building a graph node takes the same time during an export as in a normal call. On a Mac the GPU waits
-while the graph is built, unless it has other work.
+The measurement needs no Metal. The calls are timed while MLX exports a function, because during an export Metal kernels
+can be called on any machine. Building a graph node takes the same time during an export as in a normal call.
 """
 
 import ctypes
@@ -27,18 +26,20 @@ HOST_SIZE = Size(64, 32, 256, 256)
 ROUNDS, CALLS = 9, 9
 THEIRS = "mlx.nn.LSTM"
 LEGEND = f"""\
-Microseconds of the host until the graph is built; nothing runs. Medians of {ROUNDS} rounds of {CALLS} calls, all in
-turns in one process, by the CPU time of the thread. Memory is mapped before, as far as malloc lets us.
-over: how many times that of {THEIRS}."""
+The table shows how many microseconds the host takes to build a graph, which is not evaluated. Each number is the median
+of {ROUNDS} rounds of {CALLS} calls. All layers run in turns in one process, timed by the CPU time of its thread. Where
+malloc allows it, memory is mapped before.
+over: the time divided by the time of {THEIRS}."""
 
 TRIM_THRESHOLD = -1
-"""The number of the option in glibc's function mallopt that sets how much freed memory malloc keeps. By default malloc
-keeps hardly any. The system then maps new memory for every graph, which takes longer than to build a kernel launch."""
+"""The number of an option of glibc's function mallopt: how much freed memory malloc keeps. By default malloc keeps
+hardly any, and the system maps new memory for every graph, which takes longer than to build a kernel launch."""
 
 
 class Cost(NamedTuple):
-    """The time that the host takes to build a layer's graph. layer: our engine or THEIRS. which: the pass. call, step:
-    seconds per call and seconds per time step. over: the time divided by the time of `mlx.nn.LSTM`."""
+    """The time that the host takes to build the graph of a layer. layer: our engine, or "mlx.nn.LSTM". which: the pass,
+    "forward" or "backward". call, step: seconds per call and per time step. over: the time divided by the time of
+    `mlx.nn.LSTM`."""
 
     layer: str
     which: str
@@ -48,11 +49,11 @@ class Cost(NamedTuple):
 
 
 def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx.array]], list[mx.array]]:
-    """Return (functions, arrays). `functions` has a function for each of our engines that can run an LSTM of this size,
-    and one for `mlx.nn.LSTM` (THEIRS), by name. Each computes h from x [T, B, width], Wx, Wh and b; only the last takes
-    x as [B, T, width], which `seconds` passes to it."""
-    T, B, width, H = size
-    layer = nn.LSTM(1, 1)  # of any size: `theirs` replaces its weights
+    """Return (functions, arrays). functions: by name, a function for each of our Metal engines that can run an LSTM of
+    this size, and one for `mlx.nn.LSTM`. arrays: x [T, B, I], Wx, Wh and b, from which each function computes h. The
+    function of `mlx.nn.LSTM` takes x as [B, T, I]; `seconds` swaps the axes."""
+    T, B, I, H = size
+    layer = nn.LSTM(1, 1)  # any sizes, as `theirs` replaces the weights
 
     def theirs(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
         layer.Wx, layer.Wh, layer.bias = Wx, Wh, b
@@ -62,14 +63,14 @@ def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx
         return lambda *arrays: recurrence.lstm(*arrays, engine=engine).h
 
     engines = [engine for engine in ("fused", "stepwise") if engine == "stepwise" or choice.FUSED_LIMIT["lstm"] >= H]
-    shapes = (T, B, width), (4 * H, width), (4 * H, H), (4 * H,)
+    shapes = (T, B, I), (4 * H, I), (4 * H, H), (4 * H,)
     arrays = [mx.zeros(shape, dtype) for shape in shapes]
     return {engine: ours(engine) for engine in engines} | {THEIRS: theirs}, arrays
 
 
 def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -> float:
-    """Return the CPU time to build the graph of one pass. The pass is a forward pass, or a forward pass with the
-    gradients of all arrays."""
+    """Return the seconds of CPU time to build the graph of one pass. call: a function of `layer_calls`. which:
+    "forward", or "backward" for a forward pass with the gradients of all arrays. values: the arrays."""
     if call.__name__ == "theirs":  # `mlx.nn.LSTM` takes the batch first; swapping the axes is not timed
         values = [mx.swapaxes(values[0], 0, 1), *values[1:]]
     start = thread_time()
@@ -84,12 +85,12 @@ def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -
 
 @contextmanager
 def as_on_a_mac() -> Iterator[None]:
-    """Return a context in which engines are chosen as on a Mac with a GPU. Normally a kernel is tested before its first
-    use. Inside this context there are no tests, and graphs can only be built, not evaluated."""
+    """Return a context in which the library chooses engines as on a Mac with a GPU. Inside this context kernels have no
+    trial run before their first use, and graphs can be built but not evaluated."""
     before = [(choice, "current_device", choice.current_device), (choice, "has_metal", choice.has_metal)]
     choice.current_device = lambda: "gpu"
     choice.has_metal = lambda: True
-    kernel.forget()  # drop cached kernels: kernels of the tests' emulator would evaluate their inputs
+    kernel.forget()  # the tests cache emulated kernels, which would evaluate their inputs
     try:
         with recurrence.unguarded(), mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):
             yield
@@ -100,8 +101,8 @@ def as_on_a_mac() -> Iterator[None]:
 
 
 def measure_host(size: Size, dtype: str) -> list[Cost]:
-    """Return, for all layers and both passes, the time that the host takes to build the graph of a call. The calls run
-    while MLX exports a function: only then can our Metal kernels be called on a machine without Metal."""
+    """Return the times that the host takes to build the graphs of all layers and both passes. The calls run while MLX
+    exports a function: only then can our Metal kernels be called on a machine without Metal."""
     calls, arrays = layer_calls(size, DTYPES[dtype])
     times: dict[tuple[str, str], list[float]] = {
         (name, which): [] for which in ("forward", "backward") for name in calls
@@ -113,11 +114,11 @@ def measure_host(size: Size, dtype: str) -> list[Cost]:
                 times[name, which] += [seconds(calls[name], which, list(values)) for _ in range(CALLS)]
         return [values[0]]
 
-    # Let malloc keep freed memory; otherwise mapping new memory for each graph would be most of what is measured.
+    # Let malloc keep freed memory. Otherwise most of the measured time would be spent on mapping new memory.
     with suppress(AttributeError):  # only glibc has mallopt
         ctypes.CDLL(None).mallopt(TRIM_THRESHOLD, 2**30)
     with as_on_a_mac():  # so that our layers choose the Metal engines
-        mx.export_function(lambda node: None, timed, *arrays)  # the callback drops what MLX would export
+        mx.export_function(lambda node: None, timed, *arrays)  # the callback discards the export
     middle = {key: median(each) for key, each in times.items()}
     return [
         Cost(name, which, value, value / size.T, value / middle[THEIRS, which])

@@ -1,7 +1,7 @@
 """Measure which engines are fastest on this Mac, for the option `--tune`. First, time the engine `fused` with several
-cuts. A cut says how many batch rows a threadgroup computes, and how many registers of a thread stay free of weights.
-Then time both Metal engines, `fused` and `stepwise`, against each other. Write the results to a table, from which the
-library chooses the engine."""
+cuts. A cut says how many sequences of the batch a threadgroup computes, and how many registers of a thread hold no
+weights. Then time the Metal engines `fused` and `stepwise`. Write the results to a table, by which the library chooses
+the engine."""
 
 import json
 import statistics
@@ -28,9 +28,9 @@ from ..recurrence import unguarded
 class Grid(NamedTuple):
     """What the command `--tune` measures.
 
-    units: each H, up to the largest H of `fused`. batches: each B. The faster engine at a B is also used for larger
-    batches, up to the next B. steps, checked: time steps of a timed run, and of the check before it. turns, seconds:
-    how many times each engine is timed, and for how many seconds each time.
+    units: the numbers of hidden units H, up to the largest H of `fused`. batches: the batch sizes B; the engine that is
+    faster at a B is also used for larger batches, up to the next B. steps, checked: the time steps of a timed run, and
+    of the check before it. turns, seconds: how many times each engine is timed, and for how many seconds each time.
     """
 
     units: tuple[int, ...] = tuple(range(32, FUSED_LIMIT["lstm"] + 1, 32))
@@ -44,22 +44,22 @@ class Grid(NamedTuple):
 
 ROWS = (1, 2, 4, 8)
 SPARE = (8, 16, 32)
-"""The cuts of `fused` to try. ROWS: batch rows per threadgroup (8 uses matrix instructions). SPARE: registers per
-thread that hold no weights."""
+"""The cuts of `fused` to try. ROWS: the sequences that a threadgroup computes (for 8 it uses matrix instructions).
+SPARE: the registers of a thread that hold no weights."""
 
 CUT_AT = 128
-"""The H at which cuts of `fused` are timed (rows per threadgroup and registers without weights). If this H is not
-measured, the next smaller H is used."""
+"""The number of hidden units H at which the cuts of `fused` are timed. If this H is not measured, the next smaller H is
+used."""
 
 WORTH = 0.97
-"""A measured cut of `fused` (a number of rows and of registers without weights) replaces the cut of the built-in rule
-if it takes at most this fraction of the rule's time. The fraction is below 1, since measured times vary."""
+"""A measured cut of `fused` replaces the built-in cut if it takes at most this fraction of the built-in cut's time. The
+fraction is below 1, because measured times vary."""
 
 
 def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the default is a tuple and never changes)
-    """Measure which Metal engine is faster, print the table and write it to a file. Return the exit code: 0, or 2 if
-    there is no Metal or the file cannot be written. file: its path, or None for the file that all programs read. grid:
-    the dtypes, batches and sizes to measure."""
+    """Measure which Metal engine is faster, print the measurements and write the table to a file. Return the exit code:
+    0, or 2 if there is no Metal or the file cannot be written. file: the path, or None for the file that the library
+    reads. grid: the dtypes, batches and sizes to measure."""
     if not has_metal():
         print(
             "nothing to tune: MLX has no Metal back end on this machine, and only Metal has two engines to choose from",
@@ -69,7 +69,7 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the defau
     path = Path(file) if file else tuning.cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new_mode(path.parent)  # creates a file for a moment: a folder that cannot be written is known before the work
+        new_mode(path.parent)  # creates a file for a moment, to find out now whether the folder is writable
     except OSError as error:
         print(cannot_write(path, error), file=sys.stderr)
         return 2
@@ -78,7 +78,7 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the defau
     measured: list[dict[str, object]] = []
     cuts: list[tuple[str, int, int, int]] = []
     for dtype, B in product(grid.dtypes, grid.batches):
-        with unguarded():  # no trial before the first use of a kernel: each measurement checks the results itself
+        with unguarded():  # no trial runs of kernels: each measurement checks the results
             cut = best_cut(dtype, B, grid)
             with tuning.trying(cut):
                 points = measure_row(dtype, B, grid)
@@ -98,7 +98,7 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the defau
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """Return the line that says that the table cannot be written."""
+    """Return an error text for the user: the table cannot be written."""
     return f"cannot write {path}: {error}; --tune-file names another place"
 
 
@@ -108,26 +108,26 @@ def write(
     measured: list[dict[str, object]],
     cuts: list[tuple[str, int, int, int]],
 ) -> None:
-    """Write the table to a file, with the measurements behind it. Raise OSError if the file cannot be written.
+    """Write the table and the measurements to a file. Raise OSError if the file cannot be written.
 
-    engines: the table by dtype and B. measured: a dict for each point, see `measure_point`. cuts: where a cut is faster
-    than the built-in rule, (dtype, B, rows, spare).
+    engines: the table, by dtype and B. measured: the measurement of each size, as `measure_point` returns it. cuts: the
+    cuts that are faster than the built-in cut, as (dtype, B, rows, spare).
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": tuning.machine(), "engines": engines, "cuts": cuts, "measured": measured}
     text = json.dumps(content, indent=1) + "\n"
-    write_whole(file, lambda partial: partial.write_text(text), force=True)  # over the table of an earlier run
+    write_whole(file, lambda partial: partial.write_text(text), force=True)  # replaces an older table
 
 
 def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
-    """Return the fastest cut of `fused` at this batch size, or None for the cut that the built-in rule chooses. A cut
-    says how many batch rows a threadgroup has and how many registers hold no weights. It is timed at the H of `CUT_AT`.
-    The number of rows is chosen first, then the number of registers. `WORTH` says when a cut replaces the rule's."""
+    """Return the fastest cut of `fused` at this batch size, or None for the built-in cut. A cut has two numbers: rows,
+    the sequences that a threadgroup computes, and spare, the registers that hold no weights. The rows are chosen first,
+    then the registers. A cut replaces the best cut so far only if its time is at most `WORTH` of that cut's time."""
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
     layer = LayerSize(LSTMCell(), B, H, DTYPES[dtype].size, directions=1, cores=tuning.gpu_cores())
     for step in ("rows", "spare"):
-        rows = best.rows if best else rows_for(layer)  # those of the built-in rule
+        rows = best.rows if best else rows_for(layer)  # as in the built-in cut
         tried = [Cut(rows) for rows in ROWS] if step == "rows" else [Cut(rows, spare) for spare in SPARE]
         times = measure({cut: ("fused", cut) for cut in (best, *tried)}, size, dtype, grid)
         words = {cut: f"rows {cut.rows} spare {cut.spare}" if cut else "by rule" for cut in times}
@@ -142,7 +142,7 @@ def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
 
 def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
     """Measure both Metal engines for one dtype and batch size, at each H in ascending order. Stop when `stepwise` was
-    the faster engine at two H in a row: larger H are taken to be alike, and one H might be chance."""
+    faster at two H in a row: it is then assumed to be faster at all larger H. A single H could be chance."""
     points: list[dict[str, object]] = []
     for H in grid.units:
         points.append(measure_point(Size(grid.steps, B, H, H), dtype, grid))
@@ -154,9 +154,9 @@ def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
 
 
 def measure_point(size: Size, dtype: str, grid: Grid) -> dict[str, object]:
-    """Measure both Metal engines at one size. Return the milliseconds of each engine for forward and backward, or
-    why its figure was discarded, and the name of the faster engine."""
-    cut = tuning.cut(DTYPES[dtype], size.B)  # the one that `tune` tries, by `tuning.trying`
+    """Measure both Metal engines at one size. Return a dict with the dtype, B, H, the faster engine, and for each
+    engine the milliseconds of a forward and backward pass, or the reason why the engine was discarded."""
+    cut = tuning.cut(DTYPES[dtype], size.B)  # the cut that `tune` has selected
     times = measure({engine: (engine, cut) for engine in METAL_ENGINES}, size, dtype, grid)
     right = {engine: time for engine, time in times.items() if not isinstance(time, str)}
     fastest = min(right, key=right.__getitem__, default="ops")  # plain MLX, if both kernels were discarded
@@ -169,25 +169,25 @@ Name = TypeVar("Name")
 def measure(
     contenders: Mapping[Name, tuple[str, Cut | None]], size: Size, dtype: str, grid: Grid
 ) -> dict[Name, float | str]:
-    """Time engines in turns. An entry of `contenders` is name: (engine, cut); the cut says how `fused` divides its
-    work among threadgroups, None for the built-in rule. Return for each name the milliseconds of a forward and
-    backward pass, or the reason why the entry was discarded."""
+    """Time engines in turns. contenders: {name: (engine, cut)}, where the cut says how `fused` divides its work, and
+    None is the built-in cut. Return for each name the milliseconds of a forward and backward pass, or the reason why
+    the entry was discarded."""
     times: dict[Name, float | str] = {}
     ready: dict[Name, Work] = {}
     for name, (engine, cut) in contenders.items():
         try:
             with tuning.trying(cut):
-                # First a check of the results, over grid.checked steps: its float64 reference would take long for all.
+                # Check the results first, over few steps, because the float64 reference takes long.
                 refusal = refusal_of(engine, size._replace(T=grid.checked), dtype)
                 if not refusal:
                     ready[name] = prepare(engine, size, dtype)
                     ready[name].run()
-        # Catch every exception: a compiler or a driver may raise any type. The engine then does not work on this
-        # machine at this size.
+        # Catch every exception, because a compiler or a driver may raise any class. The engine then does not work on
+        # this machine at this size.
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}".splitlines()[0]
             ready.pop(name, None)
-        times[name] = f"discarded: {refusal}"  # if nothing was refused, the last line replaces this text by the time
+        times[name] = f"discarded: {refusal}"  # without a refusal the time replaces this text
     turns: dict[Name, list[float]] = {name: [] for name in ready}
     for _ in range(grid.turns):
         for name, work in ready.items():
@@ -197,8 +197,8 @@ def measure(
 
 
 def refusal_of(engine: str, size: Size, dtype: str) -> str:
-    """Return what is wrong with an engine's results, or "". Each result may differ from the float64 result by its
-    error bound, and from the result of the engine `ops` by twice the bound, since both engines have errors."""
+    """Return what is wrong with an engine's results, or "" if they are right. Each result may differ from float64 by
+    its error bound, and from the result of the engine `ops` by twice the bound, because both engines have errors."""
     numbers = draw(size, dtype)
     judge = judge_layer(numbers, dtype, backward=True)
     names = PASSES["backward"]
@@ -227,8 +227,8 @@ def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
 
 def row_of(points: Sequence[Mapping[str, Any]]) -> tuning.Row:
     """Return the fastest engine for each range of H at one batch size, as pairs (largest H of the range, engine).
-    `points`: the engine that was fastest at each measured H, in rising order of H. Neighbouring H with the same
-    engine become one range."""
+    points: the measurements at each H, in ascending order. Consecutive H with the same fastest engine become one
+    range."""
     pairs = [(point["H"], point["engine"]) for point in points]
     following = [engine for _, engine in pairs[1:]] + [""]
     return tuple((H, engine) for (H, engine), after in zip(pairs, following, strict=True) if engine != after)

@@ -19,8 +19,8 @@ from . import further
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return the exit code: 0, 1 if a result is wrong or something failed, 2 for a request that
-    cannot be met here, 130 if interrupted."""
+    """Run the command. Return the exit code: 0 if all results are right, 1 if a result is wrong or a comparison failed,
+    2 if this machine cannot do what the arguments ask for, 130 if Ctrl-C interrupted it."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         selection = Selection(options)
     except ValueError as error:
         parser.error(str(error))
-    in_all_digits()  # no TF32 in the products of MLX on the newest chips, which float64 would show as errors
+    in_all_digits()  # no TF32 in MLX's products on the newest chips: its rounding would count as an error
     on_one_thread()  # several threads of NumPy's BLAS would disturb the measured times
     report = Report(options.file, shlex.join(["python", "-m", "mlx_lstm.check", *arguments]), selection.device)
     try:
@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Selection:
-    """The cases and engines to check on this machine. The constructor raises ValueError if no case has one of the
-    requested names, or if this machine cannot run a requested engine."""
+    """The cases and engines to check on this machine, selected by the command's options. The constructor raises
+    ValueError if no case has one of the requested names, or if this machine cannot run a requested engine."""
 
     def __init__(self, options: argparse.Namespace):
         self.device: str = choice.current_device()
@@ -73,8 +73,8 @@ class Selection:
         return reasons[0] if all(reasons) else ""
 
     def absent(self) -> list[str]:
-        """Return a line about the engines that cannot run on this machine, and how many comparisons a Mac would add. If
-        the user chose the engines, or all can run, return nothing."""
+        """Return a list with one line about the engines that cannot run on this machine and the number of comparisons
+        that a Mac would add. The list is empty if the user chose the engines, or if all engines can run."""
         missing = [engine for engine in ENGINES if self.hindrances[engine]]
         if self.asked or not missing:
             return []
@@ -86,8 +86,8 @@ class Selection:
 
 
 def check(selection: Selection, report: Report, options: argparse.Namespace) -> None:
-    """Compare and time the engines, and run the other commands of `--full`; print a line about each and add it to
-    the report."""
+    """Compare all engines with float64, measure their times, and with `--full` run the other commands. Print a line
+    about each, and add the findings to the report."""
     print(card_line(report.machine), flush=True)
     with Progress() as progress:
         found = findings(selection.work, selection.cases, options.full)
@@ -108,9 +108,9 @@ def check(selection: Selection, report: Report, options: argparse.Namespace) -> 
 
 
 def time_engines(selection: Selection, report: Report, options: argparse.Namespace, progress: Progress) -> None:
-    """Time a training step at each size. Skip engines whose process ended or hung during the comparisons with
-    float64. With --full also make the measurements that correct the model of times in tests/machine_code."""
-    # On a CPU only every second size, since `mlx.nn.LSTM` takes minutes there.
+    """Measure the time of a training step at each size. Skip engines whose process ended or hung during the comparisons
+    with float64. With --full also make the measurements that check the model of times in tests/machine_code."""
+    # On a CPU measure every second size only, because `mlx.nn.LSTM` takes minutes there.
     default = SIZES if options.full or selection.device == "gpu" else SIZES[::2]
     sizes = default if options.sizes is None else options.sizes
     lost = {finding.engine for finding in report.findings if finding.lost}
@@ -127,7 +127,7 @@ def time_engines(selection: Selection, report: Report, options: argparse.Namespa
 
 
 def conclude(report: Report) -> int:
-    """Write the report to its file and print whether all comparisons were right. Return the exit code: 0 if so, else
+    """Write the report to its file and print the verdict. Return the exit code: 0 if all comparisons are right, else
     1."""
     reasons = report.reasons()
     right = f"RIGHT: all {len(report.findings)} comparisons are within their bounds"
@@ -146,8 +146,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Check that mlx-lstm computes correct results on this machine.\n\n"
         "The command runs small problems on every engine (implementation) that works\n"
         "here. It compares all results and gradients with a float64 reference. Then it\n"
-        "measures the time of a training step and that of mlx.nn.LSTM. It writes a\n"
-        "report, which you can attach to an issue.",
+        "measures the time of a training step, of our layer and of mlx.nn.LSTM. It writes\n"
+        "a report, which you can attach to an issue.",
         epilog="examples:\n"
         "  the usual check, but no times:\n"
         "    python -m mlx_lstm.check --sizes\n"
@@ -165,7 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     engines = (
         f"check these engines only, of {', '.join(ENGINES)}; the exit code is 2 if one cannot run on this machine; "
-        "default: all that can"
+        "default: all that can run"
     )
     add("--engines", nargs="+", choices=ENGINES, metavar="ENGINE", help=engines)
     add("--problems", nargs="+", metavar="TEXT", help="run only the problems whose name contains one of these texts")

@@ -1,9 +1,9 @@
-"""Run the cells of `mlx_lstm.cells`, two also with layer normalisation, in generated kernels, for `check --full`:
+"""Check the kernels that the library generates for the cells of `mlx_lstm.cells`. `check --full` runs this command:
 
     python -m mlx_lstm.check.cells --json FILE
 
-Before the first use of a kernel, the library compares the kernel's results with the float64 oracle and refuses the
-kernel if they are wrong. So a cell that runs has right results.
+The command only runs each cell, two cells also with layer normalisation. It need not compare results: before the first
+use of a kernel, the library itself compares the kernel's results with the float64 oracle and refuses a wrong kernel.
 """
 
 import argparse
@@ -24,9 +24,9 @@ B, H = 3, 40
 
 
 class Form(NamedTuple):
-    """The arguments that a cell needs. gates, states, inputs, params: how many gates, states, inputs per step and
-    parameter vectors the cell has. apart: whether the cell gets two numbers for each gate, the part from x and the
-    part from h, in place of their sum. recurrent: whether h is multiplied by a matrix Wh. norm: the layer normalisation
+    """A cell and the arguments that it needs. gates, states, inputs, params: the number of its gates, states, inputs
+    per step and parameter vectors. apart: whether the cell gets two numbers for each gate, the part from x and the part
+    from h, instead of their sum. recurrent: whether h is multiplied by a matrix Wh. norm: the layer normalisation
     inside the step."""
 
     cell: Callable[..., Any]
@@ -40,7 +40,7 @@ class Form(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Return the name of the cell."""
+        """Return the name of the cell for the printed lines."""
         return self.cell.__name__ + (" with a norm" if self.norm else "")
 
 
@@ -57,18 +57,20 @@ FORMS = (
     Form(cells.minimal_gru, 2, recurrent=False),
     Form(cells.minimal_gru_log, 2, recurrent=False),
 )
-"""All cells of `mlx_lstm.cells`, with the arguments that each needs. The two numbers count its gates and states."""
+"""All cells of `mlx_lstm.cells`, with the arguments that each needs. The two numbers are the numbers of gates and
+states."""
 
 NORMED = (
     Form(cells.lstm, 4, 2, norm=Norm("sum", gates="each")),
     Form(cells.gru, 3, apart=True, norm=Norm("recurrent")),
 )
-"""Cells with layer normalisation, which has shader files of its own."""
+"""Cells with layer normalisation. They are checked, too, because layer normalisation has separate shader files."""
 
 
 def verdict(form: Form, engine: Engine) -> str:
-    """Run the forward and the backward pass of a cell on a Metal engine. Return why the cell's kernels are refused, or
-    "" if they are right. The call's numbers and sizes do not matter: the library tests kernels with its own."""
+    """Run the forward and the backward pass of a cell on a Metal engine. Return why the library refuses the cell's
+    kernels, or "" if they are right. The numbers and sizes of this call do not matter, because the library tests the
+    kernels with numbers of its own."""
     Wx, Wh = mx.ones((form.gates * H, 2)), mx.zeros((form.gates * H, H)) if form.recurrent else None
     inputs, params = [mx.ones((3, B, H))] * form.inputs, [mx.ones(H)] * form.params
 
@@ -86,8 +88,8 @@ def verdict(form: Form, engine: Engine) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Print for each cell and each Metal engine "right", or why the engine refuses the cell. Write the same to a
-    file. Return 1 if a cell is refused, else 0."""
+    """Print for each cell and each Metal engine "right", or why the engine refuses the cell, and write these verdicts
+    to a file. Return the exit code: 1 if a cell is refused, else 0. words: the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m mlx_lstm.check.cells", description=__doc__)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="where the verdicts are written")
     options = parser.parse_args(words)

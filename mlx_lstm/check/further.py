@@ -15,8 +15,8 @@ LIMIT = 3600  # seconds that a command may take
 
 class Command(NamedTuple):
     """A command that `check --full` runs. line: the module and its options. file: the file that the command always
-    writes, or None if the option --json names the file. hindrance: why the command cannot run here, or "". answers: the
-    exit codes that mean that the command has done its work."""
+    writes, or None if it writes the file that the option --json names. hindrance: why the command cannot run on this
+    machine, or "". answers: the exit codes of a command that has done its work."""
 
     line: tuple[str, ...]
     file: Path | None
@@ -30,8 +30,9 @@ def commands(metal: bool) -> dict[str, Command]:
     missing = no_pyobjc()
     apple = f"{missing}, of PyObjC: on a Mac pip install '.[compare]'" if missing else ""
     absent = "" if metal else "MLX has no Metal back end here"
-    # Exit code 1 of `cells` means that an engine refuses a cell, so calls are slower, and of `settle` that MPSGraph
-    # differs from our reading of its documentation: these are answers. Of `compare` it means that results are wrong.
+    # Exit code 1 is no failure for two commands. For `cells` it means that an engine refuses a cell, which only makes
+    # calls slower. For `settle` it means that MPSGraph differs from our reading of its documentation. For `compare` it
+    # means wrong results.
     return {
         "tune": Command(("bench", "--tune"), tuning.cache_file(), absent),
         "cells": Command(("check.cells",), None, absent, answers=(0, 1)),

@@ -1,5 +1,5 @@
-"""The command line of `mlx_lstm.compare`, which compares the MPSGraph ops with Apple's MPSGraph, torch and the
-oracle."""
+"""The command line of `mlx_lstm.compare`, which compares the ops of `mlx_lstm.mpsgraph` with Apple's MPSGraph, with
+torch and with the float64 oracle."""
 
 import argparse
 import sys
@@ -23,14 +23,15 @@ from .readings import Reading, base_case, search
 from .settle import settle, settle_text
 
 KINK_MARGIN = 1e-3
-"""The least distance of arguments of relu and hard_sigmoid from a kink, where the slope jumps."""
+"""The smallest allowed distance of an argument of relu or hard_sigmoid from a kink, where the slope jumps. Nearer to a
+kink, rounding can change gradients by much."""
 
 APPLY = {
     "arrays": ("op", "descriptor", "contenders", "all", "json", "plot"),
     "settle": ("json",),
     "golden": ("contenders", "cases", "all", "json", "plot", "record"),
 }
-"""For each of the options --arrays, --settle and --golden (the modes), the options that may be combined with it."""
+"""The options --arrays, --settle and --golden (the modes), each with the options that may be combined with it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     in_all_digits()  # no TF32 in the products of MLX on the newest chips
     try:
-        with unguarded():  # without the trial of kernels: each result is compared here
+        with unguarded():  # no trial runs of kernels: the command checks all results
             if options.settle:
                 return run_settle(contenders, options)
             return run_arrays(dumps, contenders, options) if dumps else run_compare(contenders, golden, options)
@@ -69,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
         "The command runs every option in many small cases. It prints the largest error of\n"
         "each result and gradient, divided by the allowed error, which is derived for each\n"
         "case. MPSGraph runs on a Mac only. On another machine the command compares the\n"
-        "others, or arrays that were saved on a Mac.",
+        "other implementations, or arrays that were saved on a Mac.",
         epilog="examples:\n"
         "  only the cases with a mask:\n"
         "    python -m mlx_lstm.compare --cases mask\n"
@@ -144,9 +145,10 @@ def absent() -> dict[str, str]:
 
 
 def run_compare(contenders: dict[str, Contender], golden: Golden | None, options: argparse.Namespace) -> int:
-    """Run every case on every implementation (contender) and compare the results. Print the report and return the exit
-    code. golden: the cases and results that --record has saved, with which the contenders are compared; or None."""
-    # New cases must not come near a kink of an activation, where rounding makes the gradient jump.
+    """Run every case on every contender (implementation) and compare the results. Print the report and return the exit
+    code. golden: the recorded cases and results of the option --golden, with which the contenders are compared, too; or
+    None."""
+    # New cases must keep away from kinks of activations, where rounding can make the gradient jump.
     cases = selected(golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN), options)
     if not cases:
         print(f"no case has {' or '.join(options.cases)} in its name", file=sys.stderr)
@@ -160,14 +162,14 @@ def run_compare(contenders: dict[str, Contender], golden: Golden | None, options
 
 
 def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: argparse.Namespace) -> int:
-    """Compare arrays that a user saved from an app (a dump) with the float64 oracle. If they differ, print which
-    reading (interpretation of layouts, options and documentation) explains the difference."""
-    # case: the call in documented layouts. words: which arrays had another layout. dumps: one for each possible choice
-    # of sizes, the most likely one first.
+    """Compare arrays that a user saved from an app (a dump) with the float64 oracle and the contenders. If they differ,
+    print which reading (interpretation of layouts, options and documentation) explains the difference. dumps: one
+    `Dump` for each possible choice of sizes, the likeliest first."""
+    # case: the call with arrays in the documented layouts. words: texts on the arrays that had another layout.
     case, words = base_case(dumps[0])
     outcomes = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
     rows = list(rows_of(case, outcomes | {"yours": Outcome(dumps[0].results)}))
-    # An app whose arrays have another layout than Apple documents differs, too, even if all its results agree then.
+    # If an array has another layout than Apple documents, this counts as a difference, even if all results agree.
     wrong = any(row.failed for row in rows) or bool(words)
     # tried_pairs: whether `search` also tried two changes of the interpretation at once.
     reading, tried_pairs = search(dumps) if any(row.failed and "yours" in row.pair for row in rows) else (None, False)
@@ -181,8 +183,8 @@ def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: arg
 
 
 def conclude(rows: list[ComparisonRow], failed: bool, options: argparse.Namespace, more: dict[str, Any]) -> int:
-    """Write the plot and the JSON report, if the user asked for them. more: what the report has besides the rows.
-    Return the exit code."""
+    """Write the plot and the JSON report, if the user asked for them. Return the exit code. failed: whether a result
+    differs. more: further entries of the JSON report."""
     card = report.machine_card()
     if options.plot:
         report.plot(options.plot, rows, card)
@@ -193,9 +195,8 @@ def conclude(rows: list[ComparisonRow], failed: bool, options: argparse.Namespac
 
 
 def reading_text(reading: Reading, tried_pairs: bool) -> str:
-    """Return the text about the reading (one interpretation of the saved arrays) that explains all results. If none
-    does, describe the nearest reading and the results that it does not explain. tried_pairs: whether two changes of the
-    interpretation at once were tried, too."""
+    """Return a text about the best reading (interpretation) of the saved arrays: that it explains all results, or which
+    results it does not explain. tried_pairs: whether two changes of the interpretation at once were tried, too."""
     by_form: dict[str, list[str]] = {}
     for name, form in reading.forms.items():
         if form and reading.distances[name] <= 1:
@@ -227,8 +228,8 @@ def show(
     golden: Golden | None = None,
     explanation: str = "",
 ) -> None:
-    """Print the whole report: verdict, explanation, machine, compared pairs, differences, legend, and the contenders
-    (implementations) that cannot run here."""
+    """Print the report: verdict, explanation, machine, compared pairs, differences, legend, and the contenders
+    (implementations) that cannot run on this machine. rows: all comparisons. cases: the number of cases."""
     out = screen(options)  # stderr if the JSON goes to stdout
     print(report.summary_text(rows, cases), file=out)
     if explanation:
@@ -256,8 +257,8 @@ def selected(cases: Iterable[CompareCase], options: argparse.Namespace) -> list[
 def run_cases(
     cases: list[CompareCase], contenders: dict[str, Contender], golden: Golden | None
 ) -> tuple[list[ComparisonRow], dict[str, dict[str, Outcome]]]:
-    """Run all cases on all implementations and compare the results. Return (comparisons, {case: {implementation:
-    outcome}})."""
+    """Run all cases on all contenders (implementations) and compare the results. Return (comparisons, outcomes), where
+    the outcomes are {name of a case: {name of a contender: outcome}}."""
     rows, outcomes = [], {}
     with Progress() as progress:
         for case in progress.each(cases, "cases"):
@@ -269,7 +270,8 @@ def run_cases(
 
 
 def attempt(contender: Contender, case: CompareCase) -> Outcome:
-    """Run a case on an implementation (contender) and return the outcome. An exception becomes an outcome, too."""
+    """Run a case on a contender (implementation) and return the outcome. An exception becomes an outcome with a
+    problem."""
     try:
         return contender.run(case)
     except Exception as error:
@@ -292,8 +294,8 @@ def record(file: str, cases: list[CompareCase], outcomes: dict[str, dict[str, Ou
 
 
 def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:
-    """Run MPSGraph on every open point of its documentation and print the answers. Without MPSGraph, list the
-    points."""
+    """Run an experiment on MPSGraph for every point that its documentation leaves open, and print the answers. Without
+    MPSGraph only list the points. Return the exit code."""
     card, here = report.machine_card(), "mpsgraph" in contenders
     nobody = Outcome({}, "not measured")
     findings, outcomes = [], {}

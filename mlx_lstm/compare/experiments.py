@@ -1,14 +1,14 @@
-"""Experiments on points that Apple's documentation leaves open. Each experiment has a case to run on MPSGraph, and
-the result that each reading (interpretation) of the documentation predicts.
+"""Experiments on points that Apple's documentation leaves open. Each experiment has a case to run on MPSGraph, and for
+each reading (interpretation) of the documentation a function that measures how far MPSGraph's results are from the
+prediction of this reading.
 
-`fl` rounds the results of the float64 oracle's operations. Sizes: T steps, N batch, I inputs, H units, G gates, D
-directions. Names of arrays and properties are those of `mlx_lstm.mpsgraph`.
+Such functions are made as follows. `result(case, tensor)` predicts the documented result. `result(case, tensor, form)`
+predicts another value that MPSGraph may return instead, such as "c squashed". `value(case, tensor, function)` predicts
+the values that a function computes. `shape(tensor, n, case)` predicts that a gradient has its argument's shape after n
+axes of 1, and `count(n)` that the op returns n results.
 
-A reading is a description with a function that measures how far MPSGraph's results are from what it predicts.
-`result(case, tensor)` measures it for the documented result, `result(case, tensor, form)` for another value that
-MPSGraph may return in its place: a key of `forms.predicted`, such as "c squashed". `value` does it for the values that
-a function computes. `shape(tensor, n, case)` asks for the argument's shape after n axes of 1, and `count(n)` for n
-results.
+`fl` is the arithmetic of the float64 oracle, which rounds the result of each operation. Sizes: T steps, N batch items,
+I inputs, H units, G gates, D directions. Arrays and properties are named as in `mlx_lstm.mpsgraph`.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
         "before the activations": result(case, "z_state", "z_state before"),
     }
     yield Experiment("zstate_and_cell", "zState holds the gates", case, "after the activations", readings)
-    # g: the last activation, which an LSTM applies to c.
+    # g is the last activation of an LSTM, which is applied to c.
     readings = {"c": result(case, "c"), "g(c)": result(case, "c", "c squashed")}
     yield Experiment("zstate_and_cell", "the second result is", case, "c", readings)
     absent = ("peephole", "mask", "source_gradient", "state_gradient", "cell_gradient")
@@ -59,10 +59,10 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
             yield Experiment(name, f"shape of {tensor}, {word}", case, "its argument's", readings)
     case = draw(rng, "lstm", SIZES, name="settle: gradients, states of three axes")
     states = {name: case.arrays[name][None] for name in ("init_state", "init_cell", "state_gradient", "cell_gradient")}
-    led = case._replace(arrays=case.arrays | states)
+    three_axes = case._replace(arrays=case.arrays | states)
     for tensor in ("dinit_state", "dinit_cell"):
         readings = {"[N, H]": shape(tensor, 0, case), "[1, N, H]": shape(tensor, 1, case)}
-        yield Experiment("grads", f"shape of {tensor} where the state is [1, N, H]", led, "[N, H]", readings)
+        yield Experiment("grads", f"shape of {tensor} where the state is [1, N, H]", three_axes, "[N, H]", readings)
     absent = ("peephole", "mask", "cell_gradient")
     case = draw(rng, "lstm", SIZES, name="settle: gradients, reverse", reverse=True, absent=absent)
     readings = {
@@ -75,7 +75,8 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
 
 def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
     """Yield the experiments on the formula of the LSTM: E:peephole (does the output gate read c before or after the
-    step?), E:hard_sigmoid (which slope has it?) and E:forget_gate_last (in which order are the gates then?)."""
+    step?), E:hard_sigmoid (which slope does hard_sigmoid have?) and E:forget_gate_last (in which order are the gates
+    with this property?)."""
     case = draw(rng, "lstm", SIZES, name="settle: peephole", absent=("mask",))
     for tensor in ("h", "dsource", "dpeephole"):
         readings = {"c[t-1]": result(case, tensor), "c[t]": result(case, tensor, output_peephole="current")}
@@ -98,20 +99,21 @@ def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def swapped_2_3(array: np.ndarray, axis: int) -> np.ndarray:
-    """Return an array whose second and third of four gate blocks along an axis are exchanged."""
+    """Return an array with four blocks along `axis`, one per gate, whose second and third block are exchanged."""
     one, two, three, four = np.split(array, 4, axis=axis)
     return np.concatenate([one, three, two, four], axis=axis)
 
 
 def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:mask: a case for each layout of the mask. `mlx_lstm.mpsgraph` accepts masks that
-    broadcast to [N, H] or [N, 2H]."""
-    # taken: whether `mlx_lstm.mpsgraph` takes masks of this shape. width: what DH is in words.
+    """Yield the experiments E:mask, one for each layout of a mask: does MPSGraph accept it? `mlx_lstm.mpsgraph` accepts
+    masks that broadcast to [N, H] or, with two directions, to [N, 2H]."""
+    # taken_by_shape: whether `mlx_lstm.mpsgraph` accepts masks of a shape. In a shape DH is H times the number of
+    # directions; `product` is the text for it.
     taken_by_shape: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
     taken_by_shape |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
-    for width, flags in {"H": {}, "2H": {"bidirectional": True}}.items():
+    for product, flags in {"H": {}, "2H": {"bidirectional": True}}.items():
         for letters, taken in taken_by_shape.items():
-            layout = f"[{', '.join(str(axis) for axis in letters)}]".replace("DH", width)
+            layout = f"[{', '.join(str(axis) for axis in letters)}]".replace("DH", product)
             yield mask_experiment(rng, layout, letters, taken, flags)
     yield mask_experiment(rng, "[2, N, H] of both directions", (2, "N", "H"), False, {"bidirectional": True})
 
@@ -119,9 +121,10 @@ def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
 def mask_experiment(
     rng: np.random.Generator, layout: str, letters: tuple[int | str, ...], taken: bool, flags: dict[str, Any]
 ) -> Experiment:
-    """Return an experiment on whether MPSGraph accepts a mask of this layout and multiplies h[t-1] by it. letters: the
-    shape of the mask, where letters stand for sizes (DH: H times the directions). taken: whether `mlx_lstm.mpsgraph`
-    accepts it. A distance of 0 says that a reading fits, an infinite one that it does not."""
+    """Return an experiment: does MPSGraph accept a mask of this layout, and multiply h[t-1] by it? layout: the layout
+    as text. letters: the shape of the mask, where letters stand for sizes (DH is H times the number of directions).
+    taken: whether `mlx_lstm.mpsgraph` accepts it. flags: properties of the descriptor. A reading's function returns 0
+    if the reading fits, and infinity if it does not."""
     case = draw(rng, "lstm", SIZES, name=f"settle: mask {layout}", absent=("peephole",), mask_shape=letters, **flags)
     as_factor = result(side_by_side(case) if letters == (2, "N", "H") else case, "h")
     readings = {
@@ -134,8 +137,8 @@ def mask_experiment(
 
 
 def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:reverse: with `reverse`, are results in the order of the source or in the order of
-    computation?"""
+    """Yield the experiments E:reverse: with `reverse`, are the results in the order of the source (the input), or in
+    the order in which the steps are computed?"""
     case = draw(rng, "lstm", SIZES, name="settle: reverse", reverse=True)
     for tensor in ("h", "c", "z_state"):
         readings = {
@@ -169,12 +172,12 @@ def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
     """Yield the experiments called E:gru_flavours. They ask three questions about Apple's GRU: which formula do its
     eight variants compute, what does zState hold, and which shapes do the gradients of the biases have?"""
     names = ("reset_gate_first", "reset_after", "flip_z")
-    for number in range(8):  # bit n of it is the value of flag n
+    for number in range(8):  # bit n of the number is the value of flag n
         flags: dict[str, Any] = {name: bool(number >> n & 1) for n, name in enumerate(names)}
         word = ", ".join(name for name, flag in flags.items() if flag) or "no flag"
         case = draw(rng, "gru", SIZES, name=f"settle: gru, {word}", **flags)
         other = case._replace(descriptor=case.descriptor | {"flip_z": not flags["flip_z"]})
-        # Apple describes flipZ twice, in opposite ways: in the text on the op and in that on the property.
+        # Apple's text on the op and Apple's text on the property flipZ contradict each other.
         for tensor in ("h", "dsource"):
             readings = {"that on the op": result(case, tensor), "that on the property": result(other, tensor)}
             question = f"flipZ is as in the text, by {tensor} with {word}"

@@ -1,9 +1,10 @@
-"""What MPSGraph or an app may have returned in place of a documented result, and what it may have done with the
-arguments, computed by the float64 oracle. `experiments` and `readings` compare results with these forms.
+"""Compute, with the float64 oracle, what MPSGraph or an app may have returned instead of a documented result (another
+form of the result), and what it may have done with the arguments. `experiments` and `readings` compare results with
+these forms.
 
-`fl` is the oracle's arithmetic: fl(value) rounds the result of one operation to a dtype, and fl.load(array) an argument
-of the op. readings: what the oracle takes for the points that Apple's documentation leaves open, such as
-{"hard_sigmoid": "x/6"}; keywords of `judge.options`.
+`fl` is the oracle's arithmetic: fl(value) rounds the result of one operation to a dtype, and fl.load(array) rounds an
+argument of the op. readings are keywords of `judge.options`: the oracle's choices for points that Apple's documentation
+leaves open, such as {"hard_sigmoid": "x/6"}.
 """
 
 import numpy as np
@@ -16,10 +17,16 @@ from ..oracle.recurrence import unroll
 
 
 def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arrays:
-    """Return by name the documented results of a case. Return also arrays that MPSGraph or an app may have returned in
-    place of a result: "z_state before" or "after" the activations, "c squashed" by the last activation, "z_state
-    product" (see `with_product`), the "last" h or c alone, a result of a reverse layer "by step" (in the order of the
-    steps), one of two directions "halved" (the second half in the order of its steps)."""
+    """Return the documented results of a case by name, and also other arrays that MPSGraph or an app may have returned
+    instead. The names of these arrays are:
+
+    - "z_state before", "z_state after": the gates before or after the activations;
+    - "z_state product": what `with_product` returns;
+    - "c squashed": c after the last activation;
+    - "last h", "last c": only the last step;
+    - "h by step" and so on: a result of a reverse layer, in the order in which the steps are computed;
+    - "h halved" and so on: a result of two directions, whose second half is in the order of its computation.
+    """
     results = evaluated(case, fl, **readings)
     more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
     if case.op == "single_gate_rnn":
@@ -27,7 +34,7 @@ def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arra
     if case.op == "lstm":
         activation = options(case, **readings)["activations"][-1]
         more["c squashed"] = ACTIVATIONS[activation](results["c"], fl)
-    # `with_product` needs these two arrays and takes no mask.
+    # `with_product` needs the arrays init_state and secondary_bias, and takes no mask.
     if case.op == "gru" and {"init_state", "secondary_bias"} <= set(case.arrays) and "mask" not in case.arrays:
         more["z_state product"] = with_product(case, fl)
     reverse = case.descriptor.get("reverse", False) and not case.bidirectional
@@ -45,19 +52,19 @@ def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arra
 
 
 def preactivations(case: CompareCase, fl: Rounding, **readings: str) -> np.ndarray:
-    """Return the preactivations of the gates, [T, N, D G H], computed by the oracle. T: steps, N: batch, D:
-    directions, G: gates, H: units."""
+    """Return the preactivations of all gates, [T, N, D G H], computed by the float64 oracle, for T steps, N batch
+    items, D directions, G gates and H units."""
     parts = []
     for side in sides(call_of(case, **readings)):  # one direction after the other
-        p = complete(side, fl)  # the call with defaults for what it leaves out
-        _, tape = unroll(p, fl)  # what each step saves for the backward pass; `a`: its preactivations by gate
+        p = complete(side, fl)  # the call, with defaults for missing arguments
+        _, tape = unroll(p, fl)  # tape[t]: the values saved in step t; its field `a`: the preactivations by gate
         parts.append(np.stack([np.concatenate([tape[t].a[gate] for gate in p.gate_order], -1) for t in range(p.T)]))
     return np.concatenate(parts, axis=-1)
 
 
 def with_product(case: CompareCase, fl: Rounding) -> np.ndarray:
-    """Return [T, N, 3H]: the gates z and r, and the recurrent product of the candidate. The case is a GRU without
-    mask that resets after the product."""
+    """Return an array [T, N, 3H] with the gates z and r, and the recurrent product of the candidate, which r
+    multiplies. The case must be a GRU with reset_after and without a mask."""
     results, H = evaluated(case, fl), case.hidden
     arrays = {name: fl.load(array) for name, array in case.arrays.items()}
     before = np.concatenate([arrays["init_state"][None], results["h"][:-1]])
@@ -66,9 +73,9 @@ def with_product(case: CompareCase, fl: Rounding) -> np.ndarray:
 
 
 def moved(case: CompareCase) -> CompareCase:
-    """Return the case with the array state_gradient (the gradient of the last state) added to source_gradient (the
-    gradient of h) at the last time step. One interpretation of Apple's documentation adds it there, also if the op
-    runs in reverse."""
+    """Return the case with state_gradient (the gradient of the last state) added to source_gradient (the gradient of h)
+    at the time step T - 1. In one interpretation of Apple's documentation it is added there even if the op runs in
+    reverse and ends at step 0."""
     arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
     arrays["source_gradient"] = case.arrays["source_gradient"].copy()
     arrays["source_gradient"][-1] += case.arrays["state_gradient"]
@@ -76,5 +83,5 @@ def moved(case: CompareCase) -> CompareCase:
 
 
 def side_by_side(case: CompareCase) -> CompareCase:
-    """Return the case with a mask [2, N, H] of both directions as a mask [N, 2H]."""
+    """Return the case with its mask [2, N, H], one block per direction, converted to a mask [N, 2H]."""
     return case._replace(arrays=case.arrays | {"mask": np.concatenate(list(case.arrays["mask"]), axis=-1)})

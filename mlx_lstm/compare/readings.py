@@ -1,12 +1,13 @@
-"""Explain why arrays that a user saved from an app (a dump) differ from the float64 oracle. A *reading* is one
-interpretation of the arrays: other layouts, gate orders or properties, or another meaning of Apple's documentation.
+"""Explain why arrays that a user saved from an app (a dump) differ from the float64 oracle. A reading is one
+interpretation of the arrays: other layouts, gate orders or properties, or another meaning of Apple's documentation. A
+change is one difference from the documented interpretation.
 
-The readings are tried one by one, then in pairs. For the readings nearest to the saved arrays, error bounds are
-derived and the arrays are compared within these bounds. "E:name" in the printed text is the experiment of
-`compare --settle` that decides between two readings on a Mac.
+The changes are tried one by one, then in pairs. For the readings that are nearest to the saved arrays, error bounds are
+derived, and the arrays are compared within these bounds. "E:name" in a printed text names the experiment of
+`compare --settle` that decides the question on a Mac.
 
-`dump.groups(name)` has a list for each axis of an array, with the letters of the sizes whose product the axis is: G
-gates, D directions, T steps, N items, I inputs, H units. `dump.sizes` has the numbers.
+`dump.groups(name)` has a list for each axis of an array, with the letters of the sizes whose product is the size of the
+axis: G gates, D directions, T steps, N batch items, I inputs, H units. `dump.sizes` has the size of each letter.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,20 +26,21 @@ from ..oracle.arithmetic import Rounding
 from ..oracle.closeness import exact_and_element_bounds
 from .forms import moved, predicted, side_by_side
 
-NEAREST = 3  # number of readings (interpretations) that are compared within error bounds
-FEW = 2  # sequences of the batch that the search compares; the forward op computes each independently
+NEAREST = 3  # this number of the nearest readings (interpretations) is compared within error bounds
+FEW = 2  # the search compares only so many sequences of the batch, since each is computed independently
 LETTERS = {"lstm": "ifzo", "gru": "zro", "single_gate_rnn": "h"}
-"""The gate order by default, in the letters that `documented_order` explains."""
+"""Apple's default gate order of each op, in Apple's letters. z is an LSTM's cell gate (g in other libraries) or a GRU's
+update gate; o is an LSTM's output gate or a GRU's candidate."""
 FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "single_gate_rnn": ("reverse",)}
-"""The properties of a descriptor that a user may have forgotten."""
+"""The properties that a user may have forgotten in the descriptor, by op."""
 
 
 class Change(NamedTuple):
     """One change to the documented interpretation of the arrays that a user saved from an app.
 
-    kind: what changes, such as "layout"; words: the change in words; apply: a function that applies the change to a
-    case (a call of an op); readings: how the oracle interprets what Apple's documentation leaves open,
-    such as {"hard_sigmoid": "x/6"}.
+    kind: what changes, such as "layout"; two changes of one kind, except layouts, exclude each other. words: the
+    change in words. apply: a function that applies the change to a case (a call of an op). readings: the oracle's
+    choices for points that Apple's documentation leaves open, such as {"hard_sigmoid": "x/6"}.
     """
 
     kind: str
@@ -48,8 +50,9 @@ class Change(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A form in which an app may have saved a result. words: a description; to_documented: a function that converts the
-    saved array to the documented layout; key: the name of the expected values in the dict that `predicted` returns."""
+    """A form in which an app may have saved a result. words: its description. to_documented: a function that converts
+    the saved array to the documented layout. key: the name of the values to compare with, in the dict that `predicted`
+    returns."""
 
     words: str
     to_documented: Callable[[np.ndarray], np.ndarray]
@@ -57,8 +60,9 @@ class Form(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One interpretation of saved arrays: its description, the case, each result's error divided by its bound, and
-    the form in which each result was saved."""
+    """One interpretation of saved arrays, and how well it fits. words: its description. case: the call of the op in
+    this interpretation. distances: each result's error divided by its bound. forms: a description of the form in which
+    each result was saved, "" for the documented form."""
 
     words: list[str]
     case: CompareCase
@@ -77,31 +81,34 @@ def base_case(dump: Dump) -> tuple[CompareCase, list[str]]:
     arrays, words = dict(dump.case.arrays), []
     for name, value in arrays.items():
         if name != "mask":
-            layout, to_documented = possible_layouts(dump, name, value)[0]  # the documented one comes first if it fits
+            # The first possible layout is the documented one, if that fits.
+            layout, to_documented = possible_layouts(dump, name, value)[0]
             arrays[name] = to_documented(value)
             words += [f"{name} is {layout}"] if layout else []
     return dump.case._replace(arrays=arrays), words
 
 
 def search(dumps: list[Dump]) -> tuple[Reading, bool]:
-    """Return (reading, pairs): the interpretation of the saved arrays that explains most results, and whether pairs
-    were tried. A change departs from the documentation in one point, such as a layout. Pairs of changes are tried if
-    no single change explains all results."""
+    """Return (reading, pairs): the interpretation of the saved arrays that explains the most results, and whether pairs
+    of changes were tried. A change is a difference from the documented interpretation in one point, such as a layout.
+    Pairs are tried only if no single change explains all results. dumps: one `Dump` for each possible choice of
+    sizes."""
     best = judged(dumps[0], ())
     if best.fitting < len(best.distances):
         alone = [(dump, chosen) for dump in dumps for chosen in [(), *((one,) for one in changes(dump))]]
         best = nearest(alone, "readings")
     if best.fitting == len(best.distances):
         return best, False
-    # Two changes of the same kind exclude each other, except layouts, which may be of two arrays.
+    # Leave out pairs of the same kind, which exclude each other. Only two changes of a layout may concern two arrays.
     pairs = [(dump, pair) for dump in dumps for pair in combinations(list(changes(dump, few=True)), 2)]
     pairs = [(dump, pair) for dump, pair in pairs if pair[0].kind != pair[1].kind or pair[0].kind == "layout"]
     return max(best, nearest(pairs, "pairs of readings"), key=lambda reading: reading.fitting), True
 
 
 def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Reading:
-    """Rank the interpretations `candidates` by their distance from the saved arrays. Among the nearest, return the
-    first one that explains all results. If none does, return the one that explains most."""
+    """Rank the interpretations `candidates`, each a dump and the changes to apply, by their distance from the saved
+    arrays. Of the nearest ones, return the first one that explains all results, or else the one that explains the most.
+    title: the text of the progress line."""
     with Progress() as progress:
         ranked = [(rank(*candidate), n) for n, candidate in enumerate(progress.each(candidates, title))]
     readings = []
@@ -113,12 +120,12 @@ def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Re
 
 
 def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str, str], list[str]]:
-    """Apply one interpretation of the saved arrays in `dump`. It is the documented interpretation with the changes
-    `chosen`. Return (the call of the op as a case, keywords for `judge.options`, descriptions of all changes)."""
+    """Apply the changes `chosen` to the documented interpretation of the saved arrays in `dump`. Return (the call of
+    the op as a case, keywords for `judge.options`, descriptions of all changes)."""
     case, words = base_case(dump)
     readings: dict[str, str] = {}
     for change in chosen:
-        # A change of an array's layout, such as "bias is [H, 4]", replaces what `base_case` said of this array.
+        # The description of a changed layout, such as "bias is [H, 4]", replaces the description of `base_case`.
         subject = change.words.partition(" is ")[0]
         words = [*(word for word in words if word.partition(" is ")[0] != subject), change.words]
         case = change.apply(case)
@@ -127,11 +134,12 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str
 
 
 def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
-    """Return the distance of the results in `dump` (arrays saved from an app) from the float64 oracle, under one
-    interpretation of the saved arrays. The interpretation is the documented one with the changes `chosen`. The
-    distance is the mean logarithm of the relative errors of all results."""
+    """Return a fast measure of how far the saved results in `dump` are from the float64 oracle, if the changes `chosen`
+    are applied to the documented interpretation. The measure is the mean logarithm of the relative errors of all
+    results."""
     case, readings, _ = applied(dump, chosen)
-    alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}  # of the forward op
+    # alone: the results of the forward op.
+    alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
     results, places = dump.results, {}
     if alone:
         # If the user saved results of the forward op, compute only these, and only for the first FEW sequences of the
@@ -140,7 +148,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
         results = alone
         arrays = {name: value for name, value in case.arrays.items() if name not in COTANGENTS[case.op]}
         for name, value in arrays.items():
-            # place: the axis of the sequences; in a mask [.., N, DH] the last but one.
+            # place: the axis of the sequences; in a mask [.., N, DH] it is the second last axis.
             place = (
                 -2 if name == "mask" else next((n for n, parts in enumerate(dump.groups(name)) if "N" in parts), None)
             )
@@ -155,7 +163,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
         return np.inf
     total = 0.0
     for name, value in results.items():
-        errors = [1.0]  # relative errors of the forms that the result may have; 1: that of zeros, the most that counts
+        errors = [1.0]  # the relative error for each form of the result; at most 1 counts, the error of zeros
         for form in forms_of(dump, case, name, value):
             if form.key in values:
                 got = form.to_documented(value).astype(np.float64)
@@ -167,9 +175,9 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
 
 
 def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
-    """Compare the saved results in `dump` with the float64 oracle under one interpretation of the arrays: the
-    documented one with the changes `chosen`. Return the interpretation as a `Reading`, which also has each result's
-    error divided by its error bound."""
+    """Compare the saved results in `dump` with the float64 oracle within error bounds, after applying the changes
+    `chosen` to the documented interpretation. Return this interpretation as a `Reading`, which has each result's error
+    divided by its bound."""
     case, readings, words = applied(dump, chosen)
     try:
         exact, bound = exact_and_element_bounds(lambda fl: predicted(case, fl, readings), case.arrays["source"].dtype)
@@ -189,15 +197,15 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
 
 
 def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Iterator[Form]:
-    """Yield the forms that the array `value` in the user's dump (arrays saved from an app) may have: each is a
-    meaning and a layout that fit its shape. First comes the documented form or, for an array without the time axis, the
+    """Yield the forms in which an app may have saved the result `name` as the array `value`. Each form has a meaning
+    and a layout that fit the array's shape. The first is the documented form or, for an array without a time axis, the
     last step alone."""
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Form("the last step alone", lambda v: v, f"last {name}")
     layouts = possible_layouts(dump, name, value)
     for layout, to_documented in layouts:
         yield Form(layout, to_documented, name)
-    # Other values in place of the result: {name in `predicted`, such as "c squashed": description}.
+    # others: values that may have been saved instead of the result, {name in `predicted`: description}.
     others = {f"{name} {suffix}": words for suffix, words in OTHERWISE.items()}
     if case.op == "lstm" and name in ("h", "c"):
         other = "c" if name == "h" else "h"
@@ -229,13 +237,13 @@ OTHERWISE = {
     "by step": "in the order of the steps",
     "halved": "its second direction in the order of the steps",
 }
-"""What an app may have saved instead of the documented result, as text. A key is the word after the result's name in
-the names that `predicted` returns, such as "c squashed"."""
+"""Descriptions of the values that an app may have saved instead of a documented result. A key is the part after the
+result's name in a name that `predicted` returns, for example "squashed" in "c squashed"."""
 
 
 def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
-    """Yield all changes of interpretation to try. `few`: leave out changes that concern only one activation, or the
-    gate order of only one array."""
+    """Yield all changes of the interpretation to try. few: whether to leave out changes of a single activation, and of
+    the gate order of a single array."""
     case = base_case(dump)[0]
     yield from of_layouts(dump)
     yield from of_options(case)
@@ -245,8 +253,8 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
         yield Change("order", words, reorder(dump, case, weights, order))
     for flag in FLAGS[case.op]:
         value = not case.descriptor.get(flag, False)
-        # Leave out two changes that mean nothing: `reverse` if both directions run, and no `reset_after` for a case
-        # with `secondary_bias`, which only a GRU with `reset_after` has.
+        # Leave out two changes that are impossible: `reverse` if both directions run, and switching `reset_after` off
+        # in a case with `secondary_bias`, which only a GRU with `reset_after` has.
         if (flag, case.bidirectional) != ("reverse", True) and not (
             flag == "reset_after" and "secondary_bias" in case.arrays
         ):
@@ -258,7 +266,7 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
             for order in orders(case):
                 words = f"the gates of {name} alone are in the order {order_text(order)}"
                 yield Change("order", words, reorder(dump, case, [name], order))
-    # Apple's default activations; the gates not named here have "sigmoid".
+    # defaults: Apple's default activations; the default of all other properties is "sigmoid".
     defaults = {"activation": "tanh" if case.op == "lstm" else "relu", "cell_gate_activation": "tanh"}
     defaults |= {"output_gate_activation": "tanh"} if case.op == "gru" else {}
     for name in ACTIVATION_PROPERTIES[case.op]:
@@ -268,9 +276,9 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
 
 
 def of_layouts(dump: Dump) -> Iterator[Change]:
-    """Yield changes that convert an argument from another layout than the documented one: one change for each layout
-    that the shape of the argument allows. If the op has two directions, also yield the change that exchanges them.
-    The layout of a mask is one of the open points that `of_options` tries."""
+    """Yield a change for each undocumented layout that the shape of an argument allows: it converts the argument from
+    this layout to the documented one. With two directions also yield the change that exchanges them. Masks are left
+    out: `of_options` tries their layouts."""
     case = dump.case
     for name, value in ((name, value) for name, value in case.arrays.items() if name != "mask"):
         for layout, to_documented in possible_layouts(dump, name, value)[1:]:  # the first one is the documented layout
@@ -281,9 +289,9 @@ def of_layouts(dump: Dump) -> Iterator[Change]:
 
 
 def of_options(case: CompareCase) -> Iterator[Change]:
-    """Yield a `Change` for each point that Apple's documentation leaves open and that matters for this case. The
-    change selects another interpretation of the point: it sets an option of the oracle, or changes the arrays of the
-    case."""
+    """Yield a change for each point that Apple's documentation leaves open and that matters for this case. The change
+    selects the interpretation of this point that is not the default: it sets an option of the oracle, or changes the
+    arrays of the case."""
     if "peephole" in case.arrays:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():
@@ -304,8 +312,8 @@ def with_property(name: str, value: Any) -> Callable[[CompareCase], CompareCase]
 
 
 def documented_order(case: CompareCase) -> str:
-    """Return the gate order that Apple documents for the descriptor of this case, in Apple's letters: z is an LSTM's
-    cell gate, which others call g, or a GRU's update gate; o is an LSTM's output gate or a GRU's candidate."""
+    """Return the gate order that Apple documents for the descriptor of this case, in Apple's letters. z is an LSTM's
+    cell gate (g in other libraries) or a GRU's update gate; o is an LSTM's output gate or a GRU's candidate."""
     if case.descriptor.get("forget_gate_last"):
         return "izfo"
     return "rzo" if case.descriptor.get("reset_gate_first") else LETTERS[case.op]
@@ -318,20 +326,23 @@ def orders(case: CompareCase) -> list[str]:
 
 
 def order_text(order: str) -> str:
-    """Return a gate order as Apple writes it, with the property that selects it."""
+    """Return a gate order as text, such as "[i, z, f, o] (forgetGateLast)", with the property of the descriptor that
+    selects it, if there is one."""
     names = {"izfo": " (forgetGateLast)", "rzo": " (resetGateFirst)"}
     return f"[{', '.join(order)}]{names.get(order, '')}"
 
 
 def gate_positions(case: CompareCase, order: str) -> list[int]:
-    """Return for each gate of the order that Apple documents its position in the gate order `order`, such as "izfo"."""
+    """Return the position of each gate in the gate order `order`, such as "izfo". The gates come in the documented
+    order."""
     return [order.index(gate) for gate in documented_order(case)]
 
 
 def reorder(dump: Dump, case: CompareCase, names: list[str], order: str) -> Callable[[CompareCase], CompareCase]:
     """Return a function that converts the arrays `names` of a case from the gate order `order` to the documented
     order."""
-    axes = {name: next(n for n, parts in enumerate(dump.groups(name)) if "G" in parts) for name in names}  # of gates
+    # axes: the axis of the gates in each array.
+    axes = {name: next(n for n, parts in enumerate(dump.groups(name)) if "G" in parts) for name in names}
     index = gate_positions(case, order)
 
     def apply(c: CompareCase) -> CompareCase:
@@ -342,8 +353,9 @@ def reorder(dump: Dump, case: CompareCase, names: list[str], order: str) -> Call
 
 
 def reordered(array: np.ndarray, axis: int, sizes: dict[str, int], index: list[int]) -> np.ndarray:
-    """Return an array with the blocks of its G gates in another order. Along the axis the blocks have H elements each,
-    and with two directions all gates of one direction come first."""
+    """Return an array whose blocks of gates along `axis` are put into another order: block n of the result is block
+    index[n]. Each block has H elements. With two directions all gates of the first direction come before those of the
+    second. sizes: G gates, H units."""
     parts = np.moveaxis(array, axis, 0).reshape(-1, sizes["G"], sizes["H"], *np.delete(array.shape, axis))
     return np.moveaxis(parts[:, index].reshape(-1, *np.delete(array.shape, axis)), 0, axis)
 
@@ -359,7 +371,7 @@ def directions_exchanged(dump: Dump, name: str, array: np.ndarray) -> np.ndarray
         axes = [axis for axis, letters in enumerate(dump.groups(name)) if "D" in letters]
     elif array.shape[-1:] == (2 * dump.sizes["H"],):
         axes = [-1]
-    else:  # [2, N, H]; in a mask of another layout both directions share the values
+    else:  # [2, N, H]; in a mask of any other layout both directions share the values
         axes = [0] if array.ndim == 3 and len(array) == 2 else []
     for axis in axes:
         array = np.concatenate(np.split(array, 2, axis)[::-1], axis)

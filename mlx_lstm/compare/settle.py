@@ -17,14 +17,15 @@ from ..oracle.verdict import judged
 from .forms import predicted
 
 Distance = Callable[[Outcome], float]
-"""A function that returns the distance of an outcome from the prediction of a reading (an interpretation of the
-documentation), divided by the error that rounding may cause. The reading fits if the function returns at most 1."""
+"""A function that belongs to a reading (an interpretation of the documentation). For an outcome of MPSGraph it returns
+the distance from the reading's prediction, divided by the error that rounding may cause. The reading fits if this is at
+most 1."""
 
 
 class Experiment(NamedTuple):
-    """An experiment on an open point of Apple's documentation: its name after "E:", the question, the case that answers
-    it, the reading (interpretation) that `mlx_lstm.mpsgraph` takes by default, and all readings. Each reading has a
-    function that takes MPSGraph's outcome and returns the error divided by its bound: at most 1 if the reading fits."""
+    """An experiment on an open point of Apple's documentation. name: its name after "E:". question: as text. case: the
+    call that answers the question. default: the reading (interpretation) that `mlx_lstm.mpsgraph` takes by default.
+    readings: all readings, each with a function that returns at most 1 for MPSGraph's outcome if the reading fits."""
 
     name: str
     question: str
@@ -64,9 +65,9 @@ def settle(experiment: Experiment, outcome: Outcome) -> Finding:
 
 
 def value(case: CompareCase, tensor: str, reading: Callable[[Rounding], np.ndarray]) -> Distance:
-    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns the error of the
-    result `tensor`, divided by its error bound, under one interpretation of Apple's documentation. `reading`: a
-    function that computes the values of this interpretation in a `Rounding`."""
+    """Return a function that takes an outcome (what MPSGraph returned for a case) and returns the error of the result
+    `tensor`, divided by its error bound. reading: a function that computes the exact values under one interpretation of
+    Apple's documentation, in the arithmetic (`Rounding`) that it gets."""
 
     def distance(outcome: Outcome) -> float:
         if tensor not in outcome.results:
@@ -80,29 +81,29 @@ def value(case: CompareCase, tensor: str, reading: Callable[[Rounding], np.ndarr
 
 
 def result(case: CompareCase, tensor: str, form: str = "", **readings: str) -> Distance:
-    """Return a function that measures the distance of MPSGraph's result `tensor` from the oracle's. form: another value
-    that MPSGraph may return in place of the documented one, by its name in `forms.predicted`. readings: the oracle's
-    choices where Apple's documentation leaves the formula open, such as `output_peephole="current"`."""
+    """Return a function that takes an outcome of MPSGraph and returns the error of the result `tensor`, divided by its
+    error bound. The error is the difference from the float64 oracle. form: another value that MPSGraph may return
+    instead of the documented result, by its name in `forms.predicted`. readings: the oracle's choices where Apple's
+    documentation leaves the formula open, such as `output_peephole="current"`."""
     return value(case, tensor, lambda fl: predicted(case, fl, readings)[form or tensor])
 
 
 def shape(tensor: str, leading: int, case: CompareCase) -> Distance:
-    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0 if the gradient
-    `tensor` has its argument's shape after `leading` axes of 1, else infinity."""
+    """Return a function that takes an outcome (what MPSGraph returned for a case). This function returns 0
+    if the gradient `tensor` has `leading` axes of size 1 and then the shape of its argument, else infinity."""
     wanted = (1,) * leading + case.arrays[tensor.removeprefix("d")].shape
     return lambda outcome: 0.0 if tensor in outcome.results and outcome.results[tensor].shape == wanted else np.inf
 
 
 def count(results: int) -> Distance:
-    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0, which means right,
-    if the forward op returned as many arrays as `results` says. Otherwise it returns infinity, because callers treat
-    its value as an error divided by its bound."""
+    """Return a function that takes an outcome (what MPSGraph returned for a case). It returns 0 if the forward op
+    returned `results` arrays, else infinity. Callers treat this value as an error divided by its bound."""
     return lambda outcome: 0.0 if outcome.returned == results else np.inf
 
 
 def settle_text(findings: Sequence[Finding], measured: bool) -> str:
-    """Return as text the points that Apple's documentation leaves open, with MPSGraph's answers. If nothing was
-    measured, return the questions only."""
+    """Return a table of the points that Apple's documentation leaves open, with MPSGraph's answers. If nothing was
+    measured, the table has the questions only."""
     if not measured:
         return table([["experiment", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
     confirmed = sum(one.confirmed for one in findings)

@@ -1,10 +1,11 @@
 """Convert weights of recurrent layers between formats: torch, MLX, Keras, TensorFlow, cuDNN, ONNX, MPSGraph, haste,
 FlashRNN.
 
-Every reader, `from_...`, returns `Weights`: the arrays of a stack of layers in one form. Every writer, `to_...`, takes
-`Weights`. Conversions reorder gates, transpose matrices, and sum two biases where a format has one. If a format cannot
-hold an option, a ValueError names the option. `mlx_lstm.torch.from_weights` makes a layer from `Weights`. `read` and
-`write` convert files, as does the command `python -m mlx_lstm.convert SRC DST`.
+Every reader, `from_...`, returns an object `Weights`: the arrays of one or more layers, with the same names, shapes and
+gate order for every format. Every writer, `to_...`, takes `Weights`. Conversions reorder gates, transpose matrices, and
+add two biases if the target format has one. If a format cannot hold an option of a layer, a ValueError names the
+option. `mlx_lstm.torch.from_weights` makes a layer from `Weights`. `read` and `write` convert files, as does the
+command `python -m mlx_lstm.convert SRC DST`.
 """
 
 from ._files import Model, read, write

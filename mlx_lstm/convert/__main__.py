@@ -1,10 +1,11 @@
 """`python -m mlx_lstm.convert SRC DST`: convert the recurrent layers of a file into a file of any other kind. SRC is
 the file to read, DST the file to write.
 
-A `Model` is the contents of a file: layers (`Weights` by name), keys (for each layer the keys of its arrays), rest (all
-other arrays by key) and notes. options: the options of the command line, as attributes. `title` and `some` make names
-fit for printing. `shown(text, LINE)` does the same for a whole line. `fail("convert", rule, got)` raises the ValueError
-"[convert] rule but got ...". `STYLES` are the values of --to, `WAYS` the default names of the directions in keys.
+In this module `Model` is the contents of a file: layers (`Weights` by name), keys (for each layer the keys of its
+arrays), rest (all other arrays by key) and notes. `options` has the options of the command line as attributes.
+`title(name)`, `some(names)` and `shown(text, LINE)` make texts from a foreign file safe and short enough to print.
+`fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...". `STYLES` has the values of --to, `WAYS`
+the default words for the two directions in keys.
 """
 
 import argparse
@@ -24,16 +25,16 @@ from ._keys import STYLES, WAYS
 from .keras import stack as stack_of_keras
 from .weights import bits, describe, differences, stacked
 
-LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
-"""The texts that report expected differences between the old and the new file, by the name of the bias that differs.
-An empty text is not printed."""
+LOSSES = {"bx": "two biases are one now, their sum, and cannot be separated again", "bh": ""}
+"""The line to print if a bias differs between the old and the new file, by the name of the bias. These differences are
+expected: a format with one bias stores the sum of both. An empty text is not printed."""
 
 LINE = 1000
-"""The most characters of a printed line, since a foreign file may have names of any length."""
+"""The largest number of characters in a printed line. A foreign file may have names of any length."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code. argv: the arguments, or None for those of the process."""
+    """Run the command line and return the exit code. argv: the arguments, or None for sys.argv."""
     options = make_parser().parse_args(argv)
     try:
         with mx.stream(mx.cpu):  # only the CPU has float64
@@ -52,18 +53,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> list[str]:
-    """Convert a file and return the lines to print. The new file is read back before it replaces an old file. The last
-    lines say how the layers in the new file differ from those of the source."""
+    """Convert the file options.source to options.target and return the lines to print. The new file is read back before
+    it gets its final name. The last lines say how the layers in the new file differ from the layers of the source."""
     source, target = options.source, options.target
     is_package = target.suffix == ".mlpackage"
-    ending = target.suffix if is_package else ending_of(target, writes=True)  # raises an error for an unknown one
+    ending = target.suffix if is_package else ending_of(target, writes=True)  # raises ValueError for an unknown ending
     if target.exists() and not options.force:
         raise FileExistsError(f"{target} exists; --force replaces it")
     if target.is_dir() and not is_package:
         raise IsADirectoryError(f"{target} is a folder")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent} is no folder")
-    # has_keys: whether the new file has arrays by key, and so names to choose.
+    # In these formats the user may choose the keys of the arrays; the other formats prescribe them.
     has_keys = ending in (".safetensors", ".npz")
     for option in ("keys", "to"):
         if not has_keys and (value := getattr(options, option)):
@@ -78,13 +79,14 @@ def convert(options: argparse.Namespace) -> list[str]:
         write(target, model, force=options.force)
         return [f"{source} -> {target}", *source_lines(model), "  not read again: Core ML packages are only written"]
 
-    # Write the new file to `partial`, a temporary path, read it again, and return what was read, and the lines about
-    # the differences. `write_to` without --keys takes the style's own words for the directions; `read` without `keys`
-    # makes no use of `ways`.
+    # Write the new file to the temporary path `partial` and read it again. Return what was read, and the lines about #
+    # differences. Without --keys the new keys contain the words for directions that the style prescribes, so the words
+    # # in `ways` are passed to `write_to` only with --keys.
     def write_and_read(partial: Path) -> tuple[Model, list[str]]:
         write_to(partial, model, style, options.keys, options.ways if options.keys else None)
         again = read(partial, keys=options.keys if has_keys else None, ways=ways)
-        # How many layers were written, and how many the new file has.
+        # Compare the numbers of layers before and after. A layer's name may look like a number or a direction in a key,
+        # so that `read` would divide the arrays into other layers.
         numbers = [sum(len(weights.layers) for weights in each.layers.values()) for each in (model, again)]
         if numbers[0] != numbers[1]:
             raise ValueError(f"{target} would be read as {numbers[1]} layers, not {numbers[0]}: give other --keys")
@@ -115,18 +117,17 @@ def source_lines(model: Model) -> list[str]:
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    """Read the source file with the command's options; return its layers and arrays. options.order: the gate order in
-    the file, nonlinearity: the activation of plain RNNs, external_data: whether other files may be read."""
+    """Read the source file with the command's options. Return the layers and arrays that the options select."""
     source = options.source
     keywords = {"keys": options.from_keys, "ways": tuple(options.ways or WAYS), "order": options.order}
     keywords |= {"nonlinearity": options.nonlinearity, "external_data": options.external_data}
     model = read(source, only=options.only, **keywords)
     if not model.layers:
-        # --from-keys: for names such as lstm/lstm_cell/kernel, in files that may have any names.
+        # Arrays in these two formats may have any names, such as lstm/lstm_cell/kernel; --from-keys describes them.
         others = ["--from-keys reads other names"] if ending_of(source) in (".safetensors", ".npz") else model.notes
         arrays = some(list(model.rest)) or "none"
         raise ValueError("; ".join([f"{source} holds no LSTM, GRU or RNN layer; its arrays: {arrays}", *others]))
-    # Only the layers that were read tell whether one is a plain RNN.
+    # This is checked after reading, because only the layers that were read tell whether one of them is a plain RNN.
     if options.nonlinearity and all(weights.cell.op != "rnn" for weights in model.layers.values()):
         rule = f"--nonlinearity must be left out for {source.name}, which has no plain RNN,"
         fail("convert", rule, repr(options.nonlinearity))
@@ -134,9 +135,9 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def chosen(model: Model, options: argparse.Namespace) -> Model:
-    """Return the layers and arrays that the command's options select, joined into stacks and renamed as the options
-    say. options.stack: texts such as "lstm,lstm_1", or None. options.prefix: texts "OLD=NEW", or None: names that begin
-    with OLD begin with NEW instead. options.layers_only: whether all other arrays are left out."""
+    """Join and rename the layers of a model as the command's options say, and return the new model. options.stack: None
+    or texts such as "lstm,lstm_1", the names of layers to join. options.prefix: None or texts "OLD=NEW", where NEW
+    replaces OLD at the start of names. options.layers_only: whether to leave out arrays that belong to no layer."""
     layers, keys = dict(model.layers), dict(model.keys)
     wanted = [name for names in options.stack or [] for name in names.split(",")]
     for name in wanted:
@@ -144,12 +145,13 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
             raise ValueError(f"no recurrent layer is called {name!r}; there are {some(map(title, layers))}")
         if wanted.count(name) > 1:
             fail("convert", "--stack must name each layer once", f"{name!r} twice")
-    # In a Keras file the outputs of a layer with go_backwards are in the reverse order.
+    # In a Keras model a layer with go_backwards passes its outputs on in the reverse order. `stack_of_keras` knows
+    # this.
     is_keras = ending_of(options.source) in (".keras", ".h5", ".weights.h5")
     join = stack_of_keras if is_keras else stacked
     for names in options.stack or []:  # such as "lstm,lstm_1": lstm_1 reads the output of lstm
         first, *others = names.split(",")
-        layers[first] = join("--stack", [layers[name] for name in (first, *others)])  # "[--stack] ..." in errors
+        layers[first] = join("--stack", [layers[name] for name in (first, *others)])  # errors begin with "[--stack]"
         keys[first] = [key for name in (first, *others) for key in keys[name]]
         for name in others:
             del layers[name]
@@ -163,7 +165,7 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
 
 
 def all_renamed(entries: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Return a dict with all names changed by `renamed`. Raise ValueError if two entries would have the same name."""
+    """Return a dict whose keys are renamed by `renamed`. Raise ValueError if two entries would have the same name."""
     changed = {renamed(name, old, new): entry for name, entry in entries.items()}
     if len(changed) < len(entries):
         name = Counter(renamed(name, old, new) for name in entries).most_common(1)[0][0]
@@ -172,28 +174,30 @@ def all_renamed(entries: dict[str, Any], old: str, new: str) -> dict[str, Any]:
 
 
 def renamed(name: str, old: str, new: str) -> str:
-    """Return `name` with its beginning `old` replaced by `new`. If `old` is "encoder.", the layer named "encoder" is
-    renamed, too. A layer of which only `new` is left has no dot at the end: "lstm" with "lstm" as "a." becomes "a"."""
+    """Return `name` with `new` in place of `old` at its start. The names of arrays contain a dot after the layer's
+    name, the layer's own name does not: so `old` "encoder." also matches the name "encoder", and a dot at the end of
+    the result is removed."""
     if f"{name}." == old:
         return new.rstrip(".")
     return (new + name[len(old) :]).rstrip(".") if name.startswith(old) else name
 
 
 def comparison(model: Model, again: Model) -> list[str]:
-    """Return a line for each difference, even of a single bit, between the layers of the old file (`model`) and those
-    of the new one (`again`)."""
-    # before: (name of the stack, a layer of it). `each` returns the layers of a stack, each as a `Weights`.
+    """Return a line of text for each difference, even of a single bit, between the layers of the old file (`model`) and
+    the layers of the new file (`again`)."""
+    # before: pairs of a stack's name and one of its layers; after: all layers of the new file. `each` returns the
+    # layers of a stack as one `Weights` each.
     before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]
     after = [layer for weights in again.layers.values() for layer in weights.each()]
-    if again.layers.keys() == model.layers.keys():  # put the layers into the new file's order
+    if again.layers.keys() == model.layers.keys():  # put the old layers into the order of the new file
         place = {name: n for n, name in enumerate(again.layers)}
         before.sort(key=lambda name_and_layer: place[name_and_layer[0]])
     lines = []
     for (name, old), new in zip(before, after, strict=True):
         changes = differences(old, new)  # names such as "bx" and "forget_bias", or texts such as "A is now B"
-        # bx, bh: the biases of the input's and the recurrent product. If the forget bias and bx both changed, `write`
-        # added the one to the other, as the format has no such option. If bh changed, too, bx is now the sum of both
-        # biases, which is a second change: it stays in the list, for the text in LOSSES.
+        # bx is the bias of the input's product, bh the bias of the recurrent product. If the forget bias and bx both
+        # differ, the format has no forget bias and `write` added it to bx: one line reports both. If bh differs, too,
+        # `write` also added bh to bx: then "bx" stays in the list, and the line in `LOSSES` reports the sum.
         if {"forget_bias", "bx"} <= set(changes):
             lines.append(f"  {title(name)}: the forget bias is a part of the bias now")
             changes = [each for each in changes if each != "forget_bias" and (each != "bx" or "bh" in changes)]
@@ -239,7 +243,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")
     add_choice(parser.add_argument_group("which layers").add_argument)
     add_names(parser.add_argument_group("names of arrays in .safetensors and .npz files").add_argument)
-    add_facts(parser.add_argument_group("what SRC does not say").add_argument)
+    add_facts(parser.add_argument_group("facts that SRC does not contain").add_argument)
     return parser
 
 
@@ -248,11 +252,14 @@ def add_choice(add: Callable[..., object]) -> None:
     only = "convert only the layers with these names; the others may then be layers that cannot be read"
     add("--only", nargs="+", metavar="NAME", help=only)
     add("--layers-only", action="store_true", help="do not copy the arrays of other layers, such as an embedding")
-    stack = "stack these layers of SRC into one, as with num_layers=2 in PyTorch; A reads the input; may be repeated"
+    stack = (
+        "join layers of SRC to one multi-layer network, as with num_layers=2 in PyTorch; B reads the output of A; "
+        "may be repeated"
+    )
     add("--stack", action="append", metavar="A,B", help=stack)
     change = (
         "replace OLD by NEW at the start of the names of layers and keys. For example, model.lstm.=lstm. shortens "
-        "names, and model.= removes the start; OLD may be empty, too. May be repeated"
+        "names, and model.= removes the start. If OLD is empty, NEW is put before all names. May be repeated"
     )
     add("--prefix", action="append", type=prefix, metavar="OLD=NEW", help=change)
 
@@ -260,28 +267,34 @@ def add_choice(add: Callable[..., object]) -> None:
 def add_names(add: Callable[..., object]) -> None:
     """Add the options that say how arrays are named in a file."""
     styles = (
-        "whose names to write. torch (the default): weight_ih_l0; mlx, the layers of mlx.nn: Wx, Wh, bias; two-biases, "
-        "as mlx but with both biases of PyTorch: Wx, Wh, bias_ih, bias_hh; keras: kernel; ops, the functions of "
-        "mlx_lstm such as lstm: Wx, Wh, b"
+        "the names to give to the arrays in DST. torch (the default), as in PyTorch: weight_ih_l0; mlx, as in mlx.nn: "
+        "Wx, Wh, bias; two-biases, as mlx but with both biases of PyTorch: Wx, Wh, bias_ih, bias_hh; keras: kernel; "
+        "ops, as the arguments of mlx_lstm.lstm, gru and rnn: Wx, Wh, b"
     )
     add("--to", choices=STYLES, help=styles)
     keys = (
-        "a pattern for the names to write, such as '{name}.{array}': {name} is replaced by the layer's name, {array} "
-        "by the array's, {layer} by the layer's number, {way} by the direction"
+        "a pattern for the names of the arrays in DST, such as '{name}.{array}': {name} is replaced by the layer's "
+        "name, {array} by the array's name, {layer} by the layer's number, {way} by the direction"
     )
     add("--keys", metavar="PATTERN", help=keys)
-    from_keys = "a pattern for the names to read; without it the command knows the usual names"
+    from_keys = (
+        "a pattern for the names of arrays in SRC, as for --keys; needed only if the command does not recognise "
+        "the names"
+    )
     add("--from-keys", metavar="PATTERN", help=from_keys)
     ways = "the words that stand for {way} in a pattern: A for the forward direction, B for the reverse one"
     add("--ways", nargs=2, metavar=("A", "B"), help=ways)
 
 
 def add_facts(add: Callable[..., object]) -> None:
-    """Add the options for what a weight file does not contain."""
+    """Add the options for facts that a weight file does not contain."""
     add("--order", help="the order of the gates, such as icfo, if it is not the usual order of the format of SRC")
     plain = "the activation function of plain RNN layers, which weight files do not contain; default: tanh"
     add("--nonlinearity", choices=("tanh", "relu", "sigmoid"), help=plain)
-    outside = "read the files, too, to which an .onnx file refers; without this option they are refused, for safety"
+    outside = (
+        "also read the files in which an .onnx file stores arrays; without this option such an .onnx file is refused, "
+        "because it may come from a stranger"
+    )
     add("--external-data", action="store_true", help=outside)
 
 

@@ -1,12 +1,9 @@
 """Write Core ML packages (.mlpackage) that contain LSTM layers. This needs the package coremltools.
 
-MIL is the language of Core ML models. Its operation lstm has the gates input, forget, output and cell, and runs one
-layer, in one direction or both. A stack of layers becomes several such operations. K: layers of a stack, D: directions,
-T: steps, I: input features, H: units. `OURS` is the gate order of `Weights`, `FORMAT` what the operation can store.
-weights.layers[layer][direction] is a dict of arrays. h_0 and c_0 are the first states, h_n and c_n the last ones.
-layers: the stacks to write, `Weights` by name. word: a short name such as "h_0"; `title` joins it with the stack's
-name. tools: the module coremltools; mb: its class `Builder`, which makes operations. `fail("convert", rule, got)`
-raises the ValueError "[convert] rule but got ...".
+MIL is the language of Core ML models. Its operation lstm runs one layer, in one direction or both, so a stack of layers
+becomes several such operations. Sizes: K layers of a stack, D directions, T steps, I input features, H units. h_0 and
+c_0 are the first states, h_n and c_n the last states. weights.layers[layer][direction] is a dict of arrays in the gate
+order `OURS`. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...".
 """
 
 import os
@@ -28,11 +25,11 @@ ENDING = ".mlpackage"
 """The ending of a package's name."""
 
 FORMAT = Format({"lstm": "ifog"}, options=True, reverse=True)
-"""What MIL's operation lstm can store, with its gate order in our letters. Clips and peepholes are refused later, in
-`mil_arrays`."""
+"""What MIL's operation lstm can store, and its gate order in our letters. `mil_arrays` also refuses clips and
+peepholes."""
 
 ACTIVATIONS = {"sigmoid": "sigmoid", "tanh": "tanh", "relu": "relu", "identity": "linear"}
-"""This package's names of activations, each with the name in MIL."""
+"""For each activation that MIL has: our name, and MIL's name."""
 
 LONGEST = 65536
 """The largest number of steps that a written model accepts. Core ML requires a limit for an axis of any length."""
@@ -51,9 +48,9 @@ def load() -> Any:
 
 def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
     """Write the layers, `Weights` by name, as a Core ML package. The package is written under a temporary name and then
-    renamed, so `path` never names an incomplete package. force: replace an old package. It is removed last, and comes
-    back if the rename fails."""
-    arrays = {}  # for each stack a list of its layers' arrays, as MIL's operation lstm takes them
+    renamed, so `path` never names an incomplete package. force: replace an old package. The old package is removed only
+    after this rename, and is restored if the rename fails."""
+    arrays = {}  # by stack: for each layer the arrays that MIL's operation lstm takes
     for name, weights in layers.items():
         with of_layer(name):  # adds the stack's name to the text of an error
             arrays[name] = mil_arrays(weights)
@@ -70,7 +67,8 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
         if path.exists():
             if not force:
                 raise FileExistsError(f"{path} exists")
-            # The old package has a folder of its own, so that it is still there if it cannot be renamed back either.
+            # The old package is moved into a separate folder, not into the temporary one, so that it is not deleted if
+            # it cannot be renamed back.
             aside = Path(tempfile.mkdtemp(dir=path.parent, prefix="."))
             os.replace(path, old := aside / f"old{ENDING}")
             try:
@@ -87,7 +85,8 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
 def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[Arrays]]) -> Any:
     """Return a coremltools model of all stacks of layers, for one sequence per call. A stack of K layers with D
     directions has the inputs x [T, 1, I], h_0 and c_0 [K D, 1, H], and the outputs h [T, 1, D H], h_n and c_n [K D, 1,
-    H]. arrays: for each stack what `mil_arrays` returned. The number of steps T is an axis of any length."""
+    H]. The number of steps T may differ from call to call. tools: the module coremltools; arrays: the results of
+    `mil_arrays` for each stack."""
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import Function, Program, get_new_symbol
 
@@ -116,7 +115,7 @@ def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[A
         inputs=types,
         minimum_deployment_target=target,
         compute_precision=tools.precision.FLOAT32,
-        skip_model_load=True,  # else Core ML would compile and load it, which only macOS can
+        skip_model_load=True,  # else Core ML would compile and load the model, which only macOS can
     )
 
 
@@ -163,14 +162,14 @@ def mil_arrays(weights: Weights) -> list[Arrays]:
         fail(op, f"layers of a {ENDING} file must be LSTMs, {why},", weights.cell.op)
     weights = evened(as_stored(op, weights, FORMAT))  # adds the forget bias to the bias; refuses a projection
     if weights.cell.cell_clip is not None or any("peephole" in each for layer in weights.layers for each in layer):
-        # Both are refused: Core ML's documentation does not say which value is clipped, nor whether the output gate's
-        # peephole reads the old or the new c.
+        # Core ML's documentation does not say which value is clipped, nor whether the output gate's peephole reads the
+        # old or the new c. So both options are refused.
         fail(op, f"layers of a {ENDING} file must have no cell_clip and no peephole", weights)
     activations(weights.cell)  # raises the error for activations that Core ML lacks
     layers, theirs = [], FORMAT.orders["lstm"]  # theirs: Core ML's gate order
     for layer in weights.layers:
         mil: dict[str, Any] = {}
-        for ending, arrays in zip(("", "_back"), layer, strict=False):  # "_back": the second direction
+        for ending, arrays in zip(("", "_back"), layer, strict=False):  # "_back": the reverse direction
             with_b = arrays | one_bias(weights.cell, arrays)  # b: the sum of both biases
             for word, key in (("Wx", "weight_ih"), ("Wh", "weight_hh"), ("b", "bias")):
                 if word in with_b:

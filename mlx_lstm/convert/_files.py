@@ -1,13 +1,14 @@
 """Read all recurrent layers of a file of weights, and write such a file completely or not at all.
 
-The ending of a file's name selects its format. A file of arrays (.safetensors, .npz) has arrays by key, such as
-lstm.weight_ih_l0; `_keys` finds out which layer each key means. Its metadata, texts beside the arrays, may tell the
-options of cells, which arrays do not show. Other files describe their layers themselves: `_keras_file`, `_onnx_file`. A
-`Weights` is one layer or stack of layers. style: whose names of arrays a file has, such as "torch". keys: a template of
-keys, such as "{name}.{array}", or None for the usual keys. ways: the names of both directions in the template's keys.
-`METADATA` is the key in the metadata under which this package stores options. `fail("convert", rule, got)` raises the
-ValueError "[convert] rule but got ...". file.budget limits the memory and time that a foreign file may take; `shown`
-makes a name from such a file safe to print.
+The ending of a file's name selects its format. Files of arrays (.safetensors, .npz) only have arrays by key, such as
+lstm.weight_ih_l0; the module `_keys` finds out to which layer each key belongs. Arrays do not show the options of a
+cell, so this package stores the options in the file's metadata, under the key `METADATA`. Files of Keras and ONNX
+describe their layers: the modules `_keras_file` and `_onnx_file` read and write them.
+
+An object `Weights` is one layer or a stack of layers. The argument style says which names the arrays have, such as
+"torch". keys is a template of keys, such as "{name}.{array}", or None for the usual keys. ways are the words for both
+directions in keys. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...". file.budget limits
+the memory and time that a foreign file may take; `shown` makes a name from such a file safe to print.
 """
 
 import json
@@ -37,21 +38,22 @@ from . import _coreml_file, _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights, in_bias
 
 ENDINGS = (".safetensors", ".npz", ".weights.h5", ".h5", ".keras", ".onnx")
-"""The endings of the files that can be read. `.weights.h5` comes before `.h5`, since the first match counts."""
+"""The endings of the files that can be read. `.weights.h5` comes before `.h5`, because `ending_of` returns the first
+match."""
 
 METADATA = "mlx_lstm"
 """The key, in the metadata of a safetensors file and in the comment of an .npz file, under which the options of the
 layers' cells are stored as JSON."""
 
 PLACES = "mlx_lstm.layers"
-"""The key in the metadata under which JSON tells, for each array of a layer, its stack, layer and direction, if the
-arrays' keys alone would be read as other layers."""
+"""The key in the metadata under which `write` stores, as JSON, the stack, the layer and the direction of each array. It
+does so only if `read` could not find them out from the keys of the arrays."""
 
 COMMENT = b'{"mlx_lstm":'
 """The first bytes of the comment of an .npz file that `write_npz` wrote. Any other comment is ignored."""
 
 LONGEST = 2**16 - 1
-"""The most bytes of the comment of a zip file."""
+"""The largest number of bytes of a zip file's comment."""
 
 
 class Model(NamedTuple):
@@ -120,7 +122,8 @@ def read(
     check_flag("convert", "external_data", external_data)
     path = Path(path)
     ending = ending_of(path)
-    # These options say what a file of arrays does not; `ways` has a default, so it is not refused for other files.
+    # Only files of arrays need these options; other files describe their layers. `ways` always has a value, its
+    # default, so it is not refused.
     options = {"keys": keys, "ways": ways, "order": order, "nonlinearity": nonlinearity}
     for name, value in options.items():
         if ending not in (".safetensors", ".npz") and value is not None and name != "ways":
@@ -134,14 +137,14 @@ def read(
         if ending not in (".safetensors", ".npz"):
             return selected(Model(*_keras_file.read(file, only), metadata={}), only)
         arrays, metadata = read_safetensors(file) if ending == ".safetensors" else (read_npz(file), comment_of(file))
-        # used: the keys of each layer.
+        # told: what the metadata say about the layers; used: for each layer the keys of its arrays.
         told = _keys.Told(told_options(file.budget, metadata), told_places(file.budget, metadata))
         layers, used = _keys.layers_of(arrays, told, only=only, **options)
         taken = {key for keys_of_layer in used.values() for key in keys_of_layer}
         rest = {key: array for key, array in arrays.items() if key not in taken}
-        # Leave out this package's entries.
+        # Return only the metadata of other programs, without this package's entries.
         metadata = {key: text for key, text in metadata.items() if key not in (METADATA, PLACES)}
-        # The layers whose activation neither the caller nor the file tells.
+        # plain: the plain RNNs whose activation neither the caller nor the file tells.
         plain = [name for name, weights in layers.items() if weights.cell.op == "rnn" and nonlinearity is None]
         plain = [name for name in plain if not any(key in told.options for key in used[name])]
         note = f"{some(map(title, plain))}: the file does not tell the activation: tanh is assumed (see nonlinearity)"
@@ -149,7 +152,8 @@ def read(
 
 
 def selected(model: Model, only: Sequence[str] | None) -> Model:
-    """Return a model with the layers in `only`, or with all if it is None. Raise ValueError if one is missing."""
+    """Return a model with only the layers that `only` names, or with all layers if it is None. Raise ValueError if a
+    named layer is missing."""
     names = list(model.layers) if only is None else only
     for name in names:
         if name not in model.layers:
@@ -164,7 +168,7 @@ def title(name: str) -> str:
 
 
 def some(names: Iterable[str], most: int = 6) -> str:
-    """Return the first few names as a text, with the number of the names left out. most: how many are shown."""
+    """Return a text with the first `most` names and the number of the other names, such as "a, b and 3 more"."""
     names = list(names)
     return ", ".join(map(shown, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -231,7 +235,9 @@ def write(
             rule = "model must be what convert.read returns, or a dict of Weights by name: {name: from_torch(layer)},"
             fail("convert", rule, type(model).__name__)
         model = Model(dict(model), {}, {}, [], {})
-    for weights in model.layers.values():
+    for name, weights in model.layers.items():
+        if not isinstance(name, str):
+            fail("convert", "names of layers must be texts", repr(name))
         check_weights("convert", weights)
     check_option("convert", "style", style, _keys.STYLES)
     check_names(keys, _keys.WAYS if ways is None else ways)
@@ -252,19 +258,20 @@ def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:
 
 
 def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Sequence[str] | None) -> None:
-    """Write a model's layers and other arrays to a file, in the format that the file's ending names. style, keys, ways:
-    how the arrays are called, as for `write`."""
+    """Write a model's layers and other arrays to a file, in the format that the file's ending selects. style, keys,
+    ways: the names of the arrays, as for `write`."""
     ending = ending_of(path)
     if ending not in (".safetensors", ".npz"):  # these formats hold layers only, no other arrays
         writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
         return writer(path, ending, model.layers)
     arrays, told = dict(model.rest), {}  # told: {key of a matrix: options of its cell}, for the metadata
-    # Only the style "ops" has the forget bias as an option. In the others `in_bias` adds it to the bias, and the
-    # metadata must not tell it: a reader would add it again.
+    # Only the style "ops" has the forget bias as an option. For another style `in_bias` adds it to the bias and removes
+    # it from the options, so that no reader adds it again.
     layers = model.layers if style == "ops" else {name: in_bias(weights) for name, weights in model.layers.items()}
     places: dict[str, _keys.Place] = {}
     for name, weights in layers.items():
-        # The keys tell the directions. The options of a layer hang on its matrices, which every layer has.
+        # The metadata name a layer's options by the keys of its matrices, since every layer has matrices. The option
+        # "bidirectional" is left out: the keys show the directions.
         options = {option: value for option, value in weights.options.items() if option != "bidirectional"}
         for key, (array, places[key]) in _keys.keys_of(name, weights, style, keys=keys, ways=ways).items():
             if key in arrays:
@@ -274,11 +281,11 @@ def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Seque
             if options and array.ndim > 1:  # a matrix
                 told[key] = options
     metadata = {METADATA: json.dumps(told)} if told else {}
-    # Names such as "back.enc" or "rnn.0" have words for directions or numbers of their own. If the keys would be read
-    # as other layers for that reason, the metadata tell the places.
+    # A layer's name may contain a number or a word for a direction, such as "rnn.0" or "back.enc". If `read` would find
+    # other layers in the keys for this reason, the metadata also contain the place of each array.
     try:
         suffices = is_read_as(layers, arrays, _keys.Told(told, {}), places, (keys, ways))
-    except ValueError:  # another array would break a layer
+    except ValueError:  # `read` would take another array for an array of a layer
         suffices = False
     if not suffices:
         if not is_read_as(layers, arrays, _keys.Told(told, places), places, (keys, ways)):
@@ -297,14 +304,17 @@ def is_read_as(
     places: Mapping[str, _keys.Place],
     names: tuple[str | None, Sequence[str] | None],
 ) -> bool:
-    """Return whether `read` finds these layers in a file with these arrays, each made of the same arrays. Raise the
-    ValueError of `read` if these layers cannot be read. told: what the metadata tell. places: the true places, by key.
-    names: the template and the directions' names in it, as for `write`. A template without {name} does not keep names,
-    so these are not compared."""
+    """Return whether `read` would find the given layers in a file with the given arrays, each layer made of the right
+    arrays. Raise the ValueError of `read` if it could not read them.
+
+    arrays: by key. told: what the metadata of the file say. places: the true stack, layer and direction of each array,
+    by key. names: the template of keys and the words for the directions, as for `write`. A template without {name} does
+    not store names, so names are then not compared."""
     keys, ways = names
     found, used = _keys.layers_of(arrays, told, keys=keys, ways=ways or _keys.WAYS, only=list(layers))
     has_names = keys is None or "{name}" in keys
-    # By name, or only the values: the number of layers, the number of directions, and the keys of all arrays.
+    # before: the layers to write; after: the layers that would be read. A value has the number of layers, the number of
+    # directions, and the keys of the arrays. Its dict key is the stack's name, or "" if keys do not contain names.
     before, after = {}, {}
     for name, weights in layers.items():
         theirs = frozenset(key for key, place in places.items() if place.name == name)
@@ -323,24 +333,24 @@ INSTEAD = {
     ": Core ML packages can be written, not read,": (".mlpackage",),
     ": of a SavedModel save the weights by Keras, as .h5,": (".pb",),
 }
-"""For files to read: advice that an error text gives for formats that are not supported, and the endings of these
-files."""
+"""Advice for an error text if a file with an unsupported ending is to be read, each with the endings for which it is
+given."""
 
 INSTEAD_OF_WRITING = {
     ": safetensors.torch.load_file reads a .safetensors file in PyTorch,": TORCH_ENDINGS,
     ": a Core ML package ends in .mlpackage,": (".mlmodel",),
 }
-"""The same for files to write."""
+"""Advice for an error text if a file with an unsupported ending is to be written, each with these endings."""
 
 
 def ending_of(path: Path, *, writes: bool = False) -> str:
-    """Return the ending of a file's name, which selects the format; raise ValueError with advice for an unknown
-    ending. writes: whether the file is one to write. A caller that writes handles a Core ML package before."""
+    """Return the ending of a file's name, which selects the format. Raise ValueError with advice for an unknown ending.
+    writes: whether the file is to be written. A caller that writes must handle .mlpackage itself."""
     for ending in ENDINGS:
         if path.name.endswith(ending):
             return ending
     found = ".pb" if (path / "saved_model.pb").exists() else path.suffix  # a SavedModel of TensorFlow is a folder
-    advice = INSTEAD_OF_WRITING if writes else INSTEAD  # tables: advice, and the endings for which it is given
+    advice = INSTEAD_OF_WRITING if writes else INSTEAD  # {advice: the endings for which it is given}
     more = next((text for text, endings in advice.items() if found in endings), "")
     known = (*ENDINGS, _coreml_file.ENDING) if writes else ENDINGS
     fail("convert", f"{path.name or path} must end in {', '.join(known)}{more}", repr(path.suffix))
@@ -351,13 +361,13 @@ def comment_of(file: Foreign) -> dict[str, str]:
     with the bytes `COMMENT`."""
     with zipfile.ZipFile(file.stream) as archive:
         comment = archive.comment
-    # budget.json parses JSON, and refuses one with too many values or levels.
+    # budget.json parses JSON, and refuses a text with too many values or levels.
     return file.budget.json(comment) if comment.startswith(COMMENT) else {}
 
 
 def told_options(budget: Budget, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return {key: options}, read from a file's metadata: for each key of a matrix, the options of its layer's cell.
-    `METADATA` is the key in the metadata under which `write` stores them, as JSON."""
+    """Read the options of cells that `write` stored in a file's metadata. Return them by the key of each matrix of the
+    layer: {key: {option: value}}."""
     try:
         return {str(name): dict(options) for name, options in budget.json(metadata.get(METADATA, "{}")).items()}
     except (ValueError, TypeError, AttributeError):
@@ -365,7 +375,8 @@ def told_options(budget: Budget, metadata: Mapping[str, str]) -> dict[str, dict[
 
 
 def told_places(budget: Budget, metadata: Mapping[str, str]) -> dict[str, _keys.Place]:
-    """Return {key: place} for the arrays of all layers, read from a file's metadata; {} if they do not tell it."""
+    """Read the places (stack, layer, direction) of arrays that `write` stored in a file's metadata. Return {key of an
+    array: place}, or {} if the metadata contain none."""
     places = {}
     try:
         for key, value in budget.json(metadata.get(PLACES, "{}")).items():

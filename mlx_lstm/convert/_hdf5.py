@@ -1,9 +1,9 @@
 """Read HDF5 files in a child process, because HDF5 itself may hang or crash at a damaged file.
 
-An HDF5 file is a tree of groups (folders) and datasets (arrays); both may have attributes, here lists of texts. A path
-such as model_weights/lstm/kernel names one of them. The script `_hdf5_child.py` reads the file and prints its contents.
-budget: limits the memory and time that a foreign file may take; budget.name(text) returns a text that is no longer than
-a name may be, and counts it. `broken(text)` raises a ValueError that says that the file is damaged.
+An HDF5 file is a tree of groups (folders) and datasets (arrays). A path such as model_weights/lstm/kernel names a group
+or a dataset. Both may have attributes, which are lists of texts in Keras files. The child process runs the script
+`_hdf5_child.py`, which reads the file and prints its contents. A `Budget` limits the memory and time that a foreign
+file may take. `broken(text)` raises a ValueError that says that the file is damaged.
 """
 
 import importlib.util
@@ -21,23 +21,25 @@ from ..ground.files import array_in, as_bfloat16, broken
 from ..ground.machine import child_command, child_environment, has_interpreter
 
 WAIT = 6
-"""How many times its limit of processor time a child process may take in all: on a busy machine it waits."""
+"""The limit of a child process's elapsed time, divided by its limit of processor time. On a busy machine the process
+waits for a processor, which takes elapsed time only."""
 
 
 class Contents(NamedTuple):
-    """The contents of an HDF5 file. attributes: texts by path and attribute name; arrays: by path; notes: texts on
-    what was not read."""
+    """The contents of an HDF5 file. attributes: lists of texts, by path and by the attribute's name; arrays: by path;
+    notes: texts that say what was not read."""
 
     attributes: dict[str, dict[str, list[str]]]
     arrays: dict[str, Any]
     notes: list[str]
 
     def texts(self, path: str, name: str) -> list[str]:
-        """Return the texts of an object's attribute. Keras splits a long list into several numbered attributes."""
+        """Return the texts of the attribute `name` of the group or dataset at `path`; [] if there is none. Keras splits
+        a long list into numbered attributes: name0, name1 and so on."""
         here = self.attributes.get(path, {})
         if name in here:
             return here[name]
-        joined, n = [], 0  # of the attributes name0, name1 and so on
+        joined, n = [], 0
         while f"{name}{n}" in here:
             joined += here[f"{name}{n}"]
             n += 1
@@ -57,13 +59,14 @@ def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
     script = str(Path(__file__).with_name("_hdf5_child.py"))
-    # The code, before which `child_command` imports sys, runs the script, whose path is the first argument. words: the
-    # script's own arguments: the path of the module `budget`, the bytes of the file, the bytes still free, the seconds.
+    # The child process runs the script whose path is its first argument; `child_command` adds "import sys". words: the
+    # arguments of the script: the path of the module `budget`, the size of the file, the memory and the seconds that it
+    # may take.
     code = "from runpy import run_path; run_path(sys.argv.pop(1), run_name='__main__')"
     words = [str(limits.__file__), str(budget.stored), str(budget.left), str(int(budget.seconds) + 1)]
     given: dict[str, Any] = {"input": source} if isinstance(source, bytearray) else {"stdin": source}
-    # A file may name a compression filter for which HDF5 would load a library. The value "::" forbids this. More
-    # threads of NumPy's BLAS would only take memory, which is limited.
+    # A file may name a compression filter for which HDF5 would load a library. The value "::" forbids this. NumPy's
+    # BLAS gets one thread, because each further thread takes memory, which is limited.
     environment = child_environment() | {"HDF5_PLUGIN_PRELOAD": "::", "OPENBLAS_NUM_THREADS": "1"}
     command = child_command(code, script, *words)
     endless = f"HDF5 does not come to an end, after {budget.seconds:.0f} seconds"
@@ -79,10 +82,11 @@ def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
 
 
 def parsed(output: bytes, budget: Budget) -> Contents:
-    """Parse the output of the child process: a line of JSON, then the arrays' bytes. The line has "error", or
-    "attributes", "arrays" ([dtype, shape] by path, in the order of the bytes) and "others", a number of datasets."""
+    """Return the contents in the output of the child process: a line of JSON, then the bytes of all arrays. The JSON
+    has either "error" (a text), or "attributes", "arrays" ([dtype, shape] by path, in the order of the bytes) and
+    "others" (the number of datasets that contain no numbers)."""
     budget.take(len(output), "its contents")
-    # start, stop: where the bytes of an array lie in the output.
+    # start, stop: the positions of an array's first byte in the output and of the byte after its last.
     start = output.index(b"\n") + 1
     about = budget.json(output[:start])
     if "error" in about:

@@ -1,22 +1,18 @@
 """Read and write files of Keras: `.keras`, whole models in `.h5`, and weights in `.weights.h5`. This needs h5py, not
 Keras.
 
-All are HDF5 files (a `.keras` file is a zip with one inside): trees of groups and arrays, each with a path, its key. In
-Keras 3 the path of a layer's arrays, its place, has the layer's class and its number in the container:
-`layers/lstm_1/cell/vars/0`. In `.h5` (legacy) the path has the layer's name:
-`model_weights/encoder/encoder/lstm_cell/kernel`. The model's configuration, a JSON text, has the options of the layers.
-Keras writes no configuration into `.weights.h5`: there the shapes identify the cell, and its options are assumed to be
-the defaults.
+All three are HDF5 files (a `.keras` file is a zip that contains one): trees of groups and arrays. The path of an array
+is its key. In Keras 3 the path contains the class of the layer and its number in the model:
+`layers/lstm_1/cell/vars/0`. In whole models in `.h5` (the legacy format) the path contains the name of the layer:
+`model_weights/encoder/encoder/lstm_cell/kernel`. The configuration of the model, a JSON text, has the options of the
+layers. A `.weights.h5` file of Keras has no configuration: there the shapes of the arrays say which cell a layer has,
+and Keras' default options are assumed.
 
-`known` are the layers that the configuration lists; `rest` are the arrays that belong to no recurrent layer. A way is a
-direction of a layer: "", "forward" or "backward". A `Weights` is one layer or stack of layers. only: the layers that
-must be readable, or None for all. slope: which hard_sigmoid a version of Keras has, "x/5" or "x/6". budget: limits the
-memory that a foreign file may take; `shown` makes a name from such a file safe to print.
-
-To write a file: made: for each stack, by its name, a list of `KerasLayer`. spec: a layer or model as Keras serializes
-it, a dict with class_name, config and so on. Tables: `KINDS` has our name of the cell by Keras' class, `CLASSES` the
-reverse, `NAMES` the names of a direction's arrays (kernel, recurrent_kernel, bias), `ACTIVATIONS` Keras' names of
-activations and ours. VERSION: the version of Keras that written files name.
+A place is the path of a layer's arrays in a Keras 3 file. A way is a direction: "", "forward" or "backward". A spec is
+a layer or model as Keras serializes it: a dict with class_name, config and other entries. An object `Weights` is one
+layer or a stack of layers. `Budget` limits the memory that a foreign file may take; `shown` makes a name from such a
+file safe to print. The tables: `KINDS` has our name of the cell by Keras' class, `CLASSES` the reverse, `NAMES` the
+names of a direction's arrays (kernel, recurrent_kernel, bias), `ACTIVATIONS` Keras' names of activations and ours.
 """
 
 import io
@@ -50,8 +46,8 @@ user."""
 
 
 class Known(NamedTuple):
-    """A layer in a model's configuration. place: the path of its arrays in Keras 3; path: the names of the models and
-    wrappers that contain the layer, then the layer's name; config: as Keras serialized it."""
+    """A layer in a model's configuration. place: the path of its arrays in a Keras 3 file; path: the names of the
+    models and wrappers that contain the layer, then the layer's name; config: the layer as Keras serialized it."""
 
     place: str
     path: tuple[str, ...]
@@ -59,18 +55,18 @@ class Known(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name of the layer in `Model.layers`: the names of the models and wrappers around it and its own,
+        """Return the full name of the layer: the names of the models and wrappers that contain it and its own name,
         joined by dots."""
         return ".".join(self.path)
 
     @property
     def own(self) -> str:
-        """Return only the layer's name."""
+        """Return the layer's own name, without the models around it."""
         return self.path[-1]
 
 
 def load() -> Any:
-    """Import and return the package h5py, which writes the files here; `_hdf5` reads them in a child process."""
+    """Import and return the package h5py, which writes Keras files. (Only a child process reads files with it.)"""
     _hdf5.load()  # raises ImportError with advice if h5py is missing
     import h5py
 
@@ -78,8 +74,9 @@ def load() -> Any:
 
 
 def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
-    """Read a Keras file. Return its layers by name, all other arrays, the keys of each layer, and notes on what was
-    not read. only: the layers that must be readable; of others, unreadable ones are left out except for their keys."""
+    """Read a Keras file. Return its layers by name, all other arrays by key, the keys of each layer, and notes on what
+    was not read. only: the names of the layers that must be readable, or None for all. Of an unreadable layer that is
+    not in `only`, only the keys are returned."""
     _hdf5.load()  # raises ImportError if h5py is missing
     # config: the model's configuration, if the file has one. contents: the arrays and texts of the HDF5 file.
     config, budget = None, file.budget
@@ -92,13 +89,13 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
         if text := contents.texts("/", "model_config"):  # an attribute of the whole file
             config = budget.json(text[0])
     known = None if config is None else list(walk(config, "", (), budget))
-    # A file of the older layout lists its layers' names in an attribute; a Keras 3 file does not.
+    # A legacy file lists the names of its layers in an attribute; a Keras 3 file does not.
     root = "model_weights" if "model_weights" in contents.attributes else "/"
     if layers := contents.texts(root, "layer_names"):
-        # The version is in an attribute of the file or of the root; without any, assume Keras 3.
+        # The version of Keras is an attribute of the file or of the group `root`; without it, assume Keras 3.
         version = [*contents.texts("/", "keras_version"), *contents.texts(root, "keras_version"), VERSION][0]
         arrays = by_layer(contents, "" if root == "/" else f"{root}/", layers)
-        slope = "x/5" if version.startswith(("1", "2")) else "x/6"  # of hard_sigmoid, which Keras 3 changed
+        slope = "x/5" if version.startswith(("1", "2")) else "x/6"  # Keras 3 changed its hard_sigmoid
         found = gathered(arrays, names_in_legacy(arrays, known or []), known, slope, only)
     else:
         if not contents.arrays:
@@ -114,36 +111,36 @@ COUNTERPARTS = {
     "LayerNormalization": "mlx.nn.LayerNorm(eps=1e-3), whose weight is gamma and whose bias is beta",
     "Conv1D": "mlx.nn.Conv1d, whose weight is kernel.transpose(2, 0, 1)",
 }
-"""The layers of Keras that models with a recurrent layer often have, and what takes their arrays."""
+"""Classes of Keras that are often used beside a recurrent layer, and the layers of MLX that take their arrays."""
 
 MOST_NOTES = 20
-"""The most notes on layers that are printed."""
+"""The largest number of notes on layers that are printed."""
 
 
 def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
-    """Return notes for the user on what the arrays of a model do not say: how the outputs of the two directions of a
-    Bidirectional are merged, and which layers of `mlx.nn` take the arrays of layers that are not recurrent. known: the
-    model's layers. rest: the arrays that belong to no recurrent layer, by key."""
+    """Return notes for the user on facts that the converted arrays do not show: how a Bidirectional merges the outputs
+    of its two directions, and which layers of `mlx.nn` take the arrays of the other layers. known: the model's layers.
+    rest: the arrays that belong to no recurrent layer, by key."""
     notes = []
     for each in known:
         kind, mode = each.config["class_name"], each.config["config"].get("merge_mode", "concat")
         if kind == "Bidirectional" and mode != "concat":
             advice = "mlx_lstm.nn.stack(..., merge='sum') adds them" if mode == "sum" else "merge them in your model"
             notes.append(f"{shown(each.name)}: merge_mode is {shown(mode)}. A call returns both halves: {advice}")
-        # inner_kind: the class of the layer inside a TimeDistributed, else of the layer itself. `COUNTERPARTS` has the
-        # layer of `mlx.nn` for each class. That layer works on the last axis, so each step is by itself, as in a
-        # TimeDistributed. Only a Conv1d would mix the steps.
+        # inner_kind: the class of the layer inside a TimeDistributed, else of the layer itself. A TimeDistributed
+        # applies its layer to each time step. The layers of `mlx.nn` in `COUNTERPARTS` do this without a wrapper,
+        # because they work on the last axis; only Conv1d mixes time steps, so it gets no note here.
         wrapped = each.config["config"].get("layer") if kind == "TimeDistributed" else None
         inner_kind = wrapped.get("class_name") if isinstance(wrapped, Mapping) else kind
         if (
             isinstance(inner_kind, str)
             and inner_kind in COUNTERPARTS
             and (inner_kind == kind or inner_kind != "Conv1D")
-            and not each.place.endswith("/layer")  # the note on the wrapper around it says it
+            and not each.place.endswith("/layer")  # the note on the TimeDistributed around it suffices
         ):
             title = inner_kind if inner_kind == kind else f"TimeDistributed({inner_kind})"
             notes.append(f"{shown(each.name)}: {title} is {COUNTERPARTS[inner_kind]}")
-    # Keras 3 stores arrays by number: `vars/0`, which is vars.0 in `rest`.
+    # Keras 3 numbers the arrays of a layer: the path `vars/0` is the key vars.0 in `rest`.
     if notes and any(key.endswith("vars.0") for key in rest):
         notes.append("vars.0 of a layer is its kernel, embeddings or gamma, and vars.1 its bias or beta")
     more = len(notes) - MOST_NOTES  # a foreign file may have any number of layers
@@ -151,9 +148,9 @@ def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
 
 
 def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, Any]:
-    """Return the arrays of a file in which each layer has a list of its arrays' names, as Keras writes `.h5`. root: the
-    group of all layers, "" or "model_weights/". layers: their names. The keys of the returned dict are "layer//array",
-    without the ":0" at the end of an array's name in older files."""
+    """Return the arrays of a legacy file (`.h5`), in which each layer has a list of the names of its arrays. root: the
+    group of all layers, "" or "model_weights/". layers: the names of the layers. The keys of the returned dict are
+    "layer//array", without the ":0" that ends an array's name in older files."""
     arrays = {}
     if len(set(layers)) < len(layers):
         raise ValueError("it is truncated or damaged: it names a layer twice")
@@ -167,9 +164,9 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
 
 
 def walk(config: Mapping[str, Any], place: str, path: tuple[str, ...], budget: Budget) -> Iterator[Known]:
-    """Yield all layers in a model's configuration, also the layers of nested models. place: the group of the model's
-    weights in model.weights.h5, such as "layers/sequential/"; path: the names of the models around it. Both are empty
-    for the outermost model."""
+    """Yield all layers in a model's configuration, also the layers of nested models. place: the path of the model's
+    weights in a Keras 3 file, such as "layers/sequential/"; path: the names of this model and of the models around it.
+    Both are empty for the outermost model."""
     # In old versions of Keras the configuration of a Sequential is the list of layers itself.
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
@@ -181,11 +178,11 @@ def walk(config: Mapping[str, Any], place: str, path: tuple[str, ...], budget: B
 
 
 def walk_layer(spec: Mapping[str, Any], place: str, path: tuple[str, ...], budget: Budget) -> Iterator[Known]:
-    """Yield a layer, and all layers inside of it: those of a model, that of a wrapper such as TimeDistributed, the
-    cells of an RNN of several cells. spec: the layer as Keras serialized it; place, path: as in `Known`, but without
-    the layer's own name in `path`."""
+    """Yield a layer and all layers inside of it: the layers of a model, the layer of a wrapper such as TimeDistributed,
+    the cells of an RNN of several cells. spec: the layer as Keras serialized it; place: the path of its arrays in a
+    Keras 3 file; path: the names of the models and wrappers around it."""
     path = (*path, budget.name(str(spec["config"].get("name", snake(budget.name(spec["class_name"]))))))
-    # Both get longer with each level, so the budget counts them.
+    # `place` and `path` get longer with each level of nesting, so their memory is limited, too.
     budget.take(len(place) + sum(map(len, path)), ".".join(path))
     yield Known(place, path, spec)
     yield from walk(spec, f"{place}/", path, budget)
@@ -194,16 +191,16 @@ def walk_layer(spec: Mapping[str, Any], place: str, path: tuple[str, ...], budge
 
 
 def parts_of(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the layers inside a layer that is no model, by their place in it: the layer of a wrapper such as
-    TimeDistributed, or the cells of an RNN of several cells, each as an RNN of this cell alone. The two directions of a
-    Bidirectional are left out, as they are one layer here, unless each is such an RNN."""
+    """Return the layers inside a layer that is not a model, by their path below it: the layer of a wrapper such as
+    TimeDistributed, or the cells of an RNN of several cells, each as an RNN with this cell alone. A Bidirectional
+    counts as one layer, so its two directions are returned only if they are RNNs of several cells."""
     config = spec["config"]
     layer, cells = config.get("layer"), cells_of(spec)
     if spec["class_name"] == "Bidirectional":
         if not is_spec(layer) or not cells_of(layer):
             return {}
         backward = config.get("backward_layer")
-        if not is_spec(backward):  # Keras runs a copy of the first direction
+        if not is_spec(backward):  # Keras then makes the backward layer as a copy of the forward layer
             name = str(layer["config"].get("name")).replace("forward_", "backward_", 1)
             backward = {**layer, "config": {**layer["config"], "name": name, "go_backwards": True}}
         return {"forward_layer": layer, "backward_layer": backward}
@@ -213,7 +210,7 @@ def parts_of(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     parts = {}
     for n, cell in enumerate(cells):
         kind = snake(str(cell["class_name"]))
-        # Only the first cell has go_backwards, as in `keras.stack`: it passes its outputs on in the order of its steps.
+        # Only the first cell has go_backwards: Keras reverses the time axis once, before the first cell.
         options = {"cell": cell, "go_backwards": n == 0 and bool(config.get("go_backwards"))}
         options |= {"name": cell["config"].get("name", kind)}
         parts[f"cell/cells/{numbered(kind, counts)}"] = {"class_name": "RNN", "config": options}
@@ -233,8 +230,8 @@ def is_spec(value: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def numbered(kind: str, counts: Counter[str]) -> str:
-    """Return the name that Keras 3 gives the next layer of a class in a container: lstm, lstm_1, lstm_2. kind: the
-    class, such as lstm. counts: how many layers of each class the container has so far."""
+    """Return the name that Keras 3 gives to the next layer of a class in a model's file: lstm, lstm_1, lstm_2. kind:
+    the class, such as lstm. counts: how many layers of each class came before; this function adds the new one."""
     counts[kind] += 1
     return kind if counts[kind] == 1 else f"{kind}_{counts[kind] - 1}"
 
@@ -257,8 +254,8 @@ class Direction(NamedTuple):
 
 
 def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
-    """Find the layers of a Keras 3 file; return one `Direction` for each direction of each layer. A group
-    `cell/vars` in the file holds the arrays of a direction: two matrices and maybe a bias."""
+    """Find the recurrent layers of a Keras 3 file; return one `Direction` for each direction of each layer. A group
+    `cell/vars` of the file holds the arrays of one direction: two matrices and sometimes a bias."""
     groups: dict[str, list[str]] = {}  # the keys of the arrays, such as "layers/lstm/cell/vars/0", by their group
     for key in file.arrays:
         parent, _, last = key.rpartition("/")
@@ -271,7 +268,7 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
         place = re.sub(r"(/cell)?/vars$", "", parent)
         match = re.search(r"/(forward|backward)_layer$", place)  # a direction of a Bidirectional
         place = place[: match.start()] if match else place
-        # steps: the paths of the models and the layer on the way to these arrays, the outermost first.
+        # steps: the paths of the models around the layer, the outermost first, and then of the layer itself.
         parts = [part for part in place.split("/") if part]
         steps = ["/".join(parts[: n + 1]) for n, part in enumerate(parts) if part not in ("layers", "cell", "cells")]
         # Newer files store each layer's name in an attribute. For older files the last part of the path is taken.
@@ -284,21 +281,21 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
 
 
 def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direction]:
-    """Find the layers of an `.h5` file; return one `Direction` for each direction of each layer. A direction has an
-    array `recurrent_kernel`, and the other arrays in the same group of the file belong to it. arrays: by keys
-    "layer//array", such as "encoder//encoder/lstm_cell/kernel". known: the layers of the configuration."""
+    """Find the recurrent layers of a legacy `.h5` file; return one `Direction` for each direction of each layer. Each
+    group of the file with an array `recurrent_kernel` is a direction. arrays: by keys "layer//array", such as
+    "encoder//encoder/lstm_cell/kernel". known: the layers of the configuration."""
     directions: list[Direction] = []
     taken: set[tuple[str, str]] = set()  # the (name, way) of all directions so far
     # paths: for each group of arrays, such as "encoder//encoder/lstm_cell", the names of the models and layers in it. A
     # cell's name at the end is left out: its number may differ between the two directions.
     paths: dict[str, list[str]] = {}
     for parent in dict.fromkeys(key.rpartition("/")[0] for key in arrays):
-        # Of a ConvLSTM it has more than two axes.
+        # A kernel with more than two axes belongs to a ConvLSTM, which is not read.
         if f"{parent}/recurrent_kernel" in arrays and np.ndim(arrays[f"{parent}/recurrent_kernel"]) <= 2:
             layer, _, inner = parent.partition("//")
             parts = [part for part in inner.split("/") if part]
             paths[parent] = [layer, *(parts[:-1] if len(parts) > 1 and "cell" in parts[-1] else parts)]
-    inside: dict[tuple[str, ...], dict[str, None]] = {}  # the names inside each model or layer, each once
+    inside: dict[tuple[str, ...], dict[str, None]] = {}  # by a model's or layer's path: the names in it, each once
     for path in paths.values():
         inside.setdefault(tuple(path[:-1]), {})[path[-1]] = None
     both = {each.own for each in known if each.config["class_name"] == "Bidirectional"}
@@ -306,15 +303,17 @@ def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direc
         keys = [f"{parent}/{name}" for name in NAMES if f"{parent}/{name}" in arrays]
         inner, way = parent.partition("//")[2], ""
         names = inside[(layer, *parts)[:-1]]
-        if parts and len(names) == 2 and (layer, *parts)[-2] in both:  # the forward layer is first, under any name
+        if parts and len(names) == 2 and (layer, *parts)[-2] in both:  # the first name is the forward layer's
             way = ("forward", "backward")[list(names).index(parts.pop())]
-        # "forward_" may also begin the name of a layer. It is a direction if the group of the other one is there, too.
+        # "forward_" may also begin the name of an ordinary layer. It means a direction only if the group of the other
+        # direction is in the file, too.
         elif parts and (match := re.match(r"(forward|backward)_", parts[-1])):
             other = {"forward": "backward", "backward": "forward"}[match[1]] + parts[-1][match.end() - 1 :]
             if other in names:
                 parts.pop()
                 way = match[1]
-        # Keras repeats names: "model//model/lstm" is layer lstm of a model, "lstm//model/lstm" is just lstm.
+        # Keras repeats names: "model//model/lstm" is the layer lstm of a model, "lstm//model/lstm" the layer lstm
+        # itself.
         if parts and parts[0] == layer:
             parts.pop(0)
         elif parts and parts[-1] == layer:
@@ -340,7 +339,7 @@ def gathered(
     Arrays of the optimizer and of random generators are left out; a note says how many.
 
     known: the layers of the configuration; None if the file has none. only: the layers that must be readable. slope:
-    which hard_sigmoid this version of Keras has. "x/5": clip(x/5 + 0.5, 0, 1); "x/6": clip(x/6 + 0.5, 0, 1).
+    the hard_sigmoid of this version of Keras: "x/5" is clip(x/5 + 0.5, 0, 1), "x/6" is clip(x/6 + 0.5, 0, 1).
     """
     layers: dict[str, list[Direction]] = {}  # the directions of each layer, by its place or, in a legacy file, its name
     legacy = any("//" in key for key in arrays)  # `by_layer` makes such keys
@@ -348,14 +347,15 @@ def gathered(
         layers.setdefault(each.name if legacy else each.place, []).append(each)
     told = told_layers(layers, known or [], legacy)
     rank = {id(each): n for n, each in enumerate(known or [])}  # the position of each layer in the configuration
-    # A layer is called by its own name, unless several have it; then also by the models that contain it. titles: what
-    # has these names of each layer: a `Known`, or its first `Direction`. owners: how many layers have each name.
+    # A layer is called by its own name. If several layers have this name, the names of the models around the layer come
+    # before it. titles: for each layer an object with these names, a `Known` or a `Direction`. owners: how many layers
+    # have each own name.
     titles = {place: told.get(place, each[0]) for place, each in layers.items()}
     owners = Counter(title.own for title in titles.values())
     found: dict[str, Weights] = {}
     keys: dict[str, list[str]] = {}
-    silent: list[str] = []  # the layers whose options the configuration does not tell
-    own: list[str] = []  # the layers of a user's class that derives from one of Keras
+    silent: list[str] = []  # the layers whose options are in no configuration
+    own: list[str] = []  # the layers of a user's class that derives from a class of Keras
     more = more_arrays(arrays, directions)
     # Layers that the configuration does not list come last.
     for place in sorted(layers, key=lambda place: (rank.get(id(told.get(place)), len(rank)), natural(place))):
@@ -388,25 +388,26 @@ def gathered(
 
 DEFAULTS_ASSUMED = "the file does not tell options such as activations: Keras 3's defaults are assumed"
 OWN_CLASS = "a class of your own, read as the class of Keras from which it derives"
-"""The notes on layers whose class is not one of Keras, or whose options are in no configuration."""
+"""The notes on layers whose options are in no configuration, and on layers of a user's class."""
 
 
 def notes_naming(names: list[str], text: str) -> list[str]:
-    """Return one note with the names of these layers and a text; none without names."""
+    """Return a list with one note, the names of these layers and the text; an empty list if there are no names."""
     first = ", ".join(map(shown, names[:MOST_NOTES])) + (" and others" if len(names) > MOST_NOTES else "")
     return [f"{first}: {text}"] if names else []
 
 
 def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], legacy: bool) -> dict[str, Known]:
-    """Return what the configuration tells of each layer, by the keys of `layers`; layers that it does not list are left
-    out. legacy: whether the file has the older layout, in which the keys are names, not places."""
+    """Find each layer's entry in the configuration. Return the entries by the keys of `layers`; layers that the
+    configuration does not list are left out. layers: the directions of each layer, by the layer's place or, in a legacy
+    file, by its name. known: the entries of the configuration."""
     by_key = {each.name if legacy else each.place: each for each in known}
     told = {key: by_key[key] for key in layers if key in by_key}
     if not legacy:
         return told
-    # In the older layout the names between those of the outermost and of the innermost layer may be others than in the
-    # configuration, so compare these two, by which `ends` has the layers. If several layers have both names, it is the
-    # one whose other names are there, too.
+    # In a legacy file the names between the outermost and the innermost layer may differ from those in the
+    # configuration. So compare the outermost and the innermost name only, the keys of `ends`. If several layers have
+    # both names, take the layer whose other names are in the path, too.
     ends: dict[tuple[str, str], list[Known]] = {}
     for each in known:
         if can_tell(each.config):
@@ -414,7 +415,8 @@ def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], l
     for key in layers.keys() - told.keys():
         outermost, _, inner = layers[key][0].keys[0].partition("//")
         parts = inner.split("/")[:-1]  # the last part is the array's name
-        # The innermost name that the configuration has.
+        # found: the configuration's layers with the outermost name and a part of the path as innermost name. The
+        # innermost part with such a layer counts.
         found = next((ends[outermost, part] for part in reversed(parts) if (outermost, part) in ends), [])
         if len(found) > 1:
             found = [each for each in found[:MOST_ALIKE] if set(each.path) <= {outermost, *parts}]
@@ -424,7 +426,8 @@ def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], l
 
 
 MOST_ALIKE = 8
-"""The most layers with the same outermost and innermost name that are compared: a foreign file may have any number."""
+"""The largest number of layers with the same outermost and innermost name that are compared. A foreign file may have
+any number of them."""
 
 
 def can_tell(config: Mapping[str, Any]) -> bool:
@@ -433,9 +436,9 @@ def can_tell(config: Mapping[str, Any]) -> bool:
 
 
 def of_keras(spec: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
-    """Return the description of a layer or cell as one of a class of Keras: unchanged if it has such a class, with the
-    class `kind` if a user's class derives from one of Keras, else None. Derived classes write Keras' options, such as
-    recurrent_initializer, which no other class of Keras has."""
+    """Return the description of a layer or cell with a class of Keras: unchanged if its class is one of Keras, with the
+    class `kind` if it is a user's class derived from Keras, else None. A derived class is recognised by the option
+    recurrent_initializer, which all recurrent classes of Keras write and no others."""
     config, cell = spec["config"], spec["config"].get("cell")
     if spec["class_name"] == "RNN":
         read_as = of_keras(cell, kind) if is_spec(cell) else None
@@ -447,14 +450,15 @@ def of_keras(spec: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
 
 
 def kind_of(kernel: Any, recurrent_kernel: Any, *_: Any) -> str:
-    """Return Keras' class of the layer with these arrays. A shape that no layer has is refused later."""
+    """Return Keras' class of the layer with these arrays, by the shape [H, GH] of its recurrent kernel. This function
+    does not check the shapes; the caller does so later."""
     H, columns = [*np.shape(recurrent_kernel), 1, 1][:2]
     return {1: "SimpleRNN", 3: "GRU"}.get(columns // max(H, 1), "LSTM")
 
 
 def more_arrays(arrays: Mapping[str, Any], directions: list[Direction]) -> dict[str, list[str]]:
-    """Return the keys of arrays that the cell of a layer has besides Keras' three, by the cell's place in the file. A
-    user's cell may have more, such as a peephole; the state of a random generator is no such array."""
+    """Return the keys of arrays in a cell's group besides the kernel, recurrent kernel and bias, by the cell's group. A
+    user's cell may have such arrays, for example a peephole. The state of a random generator does not count."""
     taken = {key for each in directions for key in each.keys}
     cells = {cell_of(each) for each in directions}
     found: dict[str, list[str]] = {}
@@ -479,7 +483,7 @@ def natural(text: str) -> list[Any]:
 
 
 def plain(key: str) -> str:
-    """Turn the key of an array in a Keras file into a key for file formats without folders: dots replace slashes. The
+    """Return the key of an array in a Keras file as a key for file formats without folders: with dots for slashes. The
     layer's name before `//` is left out if the name after `//` begins with it."""
     layer, _, name = key.rpartition("//")
     return (name if not layer or name.startswith(f"{layer}/") else f"{layer}/{name}").replace("/", ".")
@@ -503,7 +507,7 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
     HDF5 writes into memory first, because on a full disk HDF5 fails in a way from which no code can recover.
     """
     h5py = load()
-    # A slash in a name would make a group in the file; a stack without a name is called "recurrent".
+    # HDF5 would read a slash in a name as a group; a stack without a name is called "recurrent".
     given, layers = layers, {name.replace("/", ".") or "recurrent": weights for name, weights in layers.items()}
     if len(layers) < len(given):
         rule = "names of layers must differ in more than a slash and a dot, and none be recurrent beside an empty name,"
@@ -517,7 +521,7 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
             write_legacy(file, made, config)
         else:
             write_new(file, made)
-        # Keras ignores the configuration in a .weights.h5; `read` finds the options in it. The paths tell directions.
+        # Keras ignores this configuration; `read` of this module finds the options of the layers in it.
         if ending == ".weights.h5":
             file.attrs["model_config"] = json.dumps(config)
     if ending != ".keras":
@@ -531,8 +535,8 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 
 def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
-    """Return the Keras layers for a stack of weights. name: the name of the stack; several layers get numbers. A layer
-    with D = 2 directions becomes a Bidirectional."""
+    """Return the Keras layers for a stack of layers, each with its arrays. A layer with two directions becomes a
+    Bidirectional. name: the name of the stack; if it has several layers, their names get numbers."""
     with of_layer(name):  # adds the stack's name to the text of an error
         of_keras = to_keras(weights)  # for each layer its arrays in Keras' order, the forward direction first
     stack = []
@@ -554,12 +558,12 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
 
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
-    """Return the arguments of a Keras layer's constructor for these weights, which are those of one layer. dtype: the
-    name of its dtype, such as "float32". use_bias: whether any layer of the stack has a bias; then `to_keras` gives
-    zeros to the others."""
-    words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # our names of activations, and Keras'
+    """Return the arguments for the constructor of a Keras layer. weights: the weights of this one layer. dtype: the
+    name of its dtype, such as "float32". use_bias: whether the layer has a bias. All layers of a stack have one if any
+    of them has: `to_keras` adds zeros to the others."""
+    words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # Keras' name by our name of an activation
     cell = weights.cell
-    # names: Keras' two activations: of the candidate, and of all other gates. `to_keras` refused other cells before.
+    # names: Keras has one activation for the candidate and one for all other gates. `to_keras` refuses other cells.
     names = [*cell.activations] if cell.op == "rnn" else [cell.activations[2], cell.activations[0]]
     for name in names:
         if name not in words:
@@ -571,9 +575,9 @@ def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
 
 
 def spec_of(kind: str, config: dict[str, Any], shape: list[int | None]) -> dict[str, Any]:
-    """Return the description of a layer as Keras serializes it. kind: its class. config: the arguments of its
-    constructor. shape: the shape of its input, with None for an axis of any size; an InputLayer has it in its config.
-    registered_name: None, as the classes are Keras' own."""
+    """Return the description of a layer as Keras serializes it. kind: the layer's class. config: the arguments of its
+    constructor. shape: the shape of its input, with None for an axis of any size; an InputLayer has this shape in its
+    config."""
     spec = {"module": "keras.layers", "class_name": kind, "config": config, "registered_name": None}
     return spec | ({"build_config": {"input_shape": shape}} if kind != "InputLayer" else {})
 
@@ -588,7 +592,7 @@ def sequential(name: str, made: list[KerasLayer]) -> dict[str, Any]:
 
 
 def inner(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the description of a layer; for a Bidirectional, that of the layer inside."""
+    """Return the description of a layer itself, or, for a Bidirectional, of its forward layer."""
     return spec["config"]["layer"] if spec["class_name"] == "Bidirectional" else spec
 
 
@@ -615,11 +619,12 @@ def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
-    """Write the arrays at the paths of Keras 3, which contain each layer's class and its number in the container.
-    made: the layers of each stack, by the stack's name. layer.ways: for each direction the list of its arrays."""
+    """Write the arrays of all layers at the paths of Keras 3, such as layers/lstm_1/cell/vars/0. made: the layers of
+    each stack, by the stack's name. layer.ways: for each direction the list of its arrays."""
     containers: Counter[str] = Counter()  # how many Sequentials have been written
     for layers in made.values():
-        # A single stack is the model. Of several each is a Sequential inside the model, with a folder of its own.
+        # A single stack is the whole model. Several stacks are Sequentials inside the model, each with a group of its
+        # own.
         before = "" if len(made) == 1 else f"layers/{numbered('sequential', containers)}/"
         counts: Counter[str] = Counter()  # how many layers of each class this stack has so far
         for layer in layers:
@@ -632,11 +637,12 @@ def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
 
 
 def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[str, Any]) -> None:
-    """Write an `.h5` file in the older layout of Keras: a group for each layer or model, and in each group the list of
-    its arrays' names. made: the layers of each stack, by the stack's name. config: the description of the model."""
+    """Write a legacy `.h5` file of Keras: it has a group for each layer or model, and in each group the list of the
+    names of its arrays. made: the layers of each stack, by the stack's name. config: the description of the model."""
     file.attrs["model_config"], file.attrs["keras_version"] = json.dumps(config), VERSION
     root = file.create_group("model_weights")
-    # groups: the layers in each group of the file: one group per model if there are several, else one per layer.
+    # groups: the layers in each group of the file. Several stacks are models, with one group for each model; a single
+    # stack has one group for each layer.
     groups = {name: each for name, each in made.items()} if len(made) > 1 else {}
     groups = {f"{name}_model": each for name, each in groups.items()} or {
         layer.spec["config"]["name"]: [layer] for layer in next(iter(made.values()))
@@ -648,7 +654,7 @@ def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[s
         for layer in each:
             title, kind = layer.spec["config"]["name"], snake(inner(layer.spec)["class_name"])  # kind: such as lstm
             for way, arrays in zip(("forward", "backward"), layer.ways, strict=False):
-                # Such as lstm/lstm_cell, or with a model's group around it a_model/lstm/lstm_cell.
+                # For example lstm/lstm_cell, or in the group of a model a_model/lstm/lstm_cell.
                 path = f"{title}/{way}_{title}/{kind}_cell" if len(layer.ways) == 2 else f"{title}/{kind}_cell"
                 path = f"{name}/{path}" if name != title else path
                 for word, array in zip(NAMES, arrays, strict=False):

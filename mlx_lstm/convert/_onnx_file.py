@@ -1,13 +1,13 @@
 """Read and write ONNX models that contain LSTM, GRU and RNN nodes. This needs the package onnx.
 
 A model is a graph of nodes. A node has a type, inputs and outputs, which are names of arrays; an empty name stands for
-an input that is not passed. An array in the file is a tensor: an initializer, or the value of a Constant node. Its
-bytes may lie in another file (external data). A file is a message of protobuf. `word` is a node's input, such as "W"
-(`INPUTS` has its position). A node's arrays: W the input's weights, R the recurrent weights, B both biases, P the
-peephole weights (`onnx` has their shapes). file.budget limits the memory that a foreign file may take; `shown` makes a
-name from such a file safe to print. `fail("convert", rule, got)` and `broken(text)` raise a ValueError. T: steps, N:
-batch items, I: input features, H: units, L: layers of a stack, D: directions. dot: the stack's name and a dot, with
-which its names begin.
+an input that is not passed. The inputs of a recurrent node are W (input weights), R (recurrent weights), B (both
+biases), P (peephole weights) and others (`INPUTS`). An array in the file is a tensor: an initializer, or the value of a
+Constant node. Its bytes may lie in another file (external data). The file itself is a message of protobuf.
+
+Sizes: T steps, N batch items, I input features, H units, L layers of a stack, D directions. A `Budget` limits the
+memory that a foreign file may take; `shown` makes a name from such a file safe to print. `fail("convert", rule, got)`
+and `broken(text)` raise a ValueError.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,14 @@ from .onnx import OPS, from_node, to_onnx
 from .weights import Weights, of_layer, to_mlx
 
 INPUTS = {"X": 0, "W": 1, "R": 2, "B": 3, "sequence_lens": 4, "initial_h": 5, "initial_c": 6, "P": 7}
-"""The positions of the inputs of an LSTM node, some of which GRU and RNN have, too."""
+"""The positions of the inputs of an LSTM node. GRU and RNN nodes have some of these inputs, at the same positions."""
 
 MOST = 2**31 - 2**20
-"""The most bytes of arrays in a written file, because protobuf cannot store more."""
+"""The largest number of bytes of all arrays in a written file. protobuf cannot store 2^31 bytes; the rest is for
+names."""
 
 INTEGERS = ("int32", "int64", "uint64")
-"""The kinds of integers that a tensor may hold one by one, as in its field int32_data."""
+"""The integer types for which a tensor has a field of single numbers, such as int32_data."""
 
 Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]
 """What a reader returns: the layers by name, the other arrays by key, the keys of each layer, and notes for the
@@ -52,25 +53,25 @@ def load() -> Any:
 
 def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) -> Found:
     """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer's arrays, and
-    notes on inputs that are not weights. external_data: whether files that the model names for its tensors may be read.
-    only: the layers that must be readable; of others, unreadable ones are left out."""
+    notes on inputs that are not weights. external_data: whether other files that hold tensors of the model may be read.
+    only: the names of the layers that must be readable, or None for all; other unreadable layers are left out."""
     onnx, data = load(), file.read()
-    check_count(data, onnx.ModelProto.DESCRIPTOR, file.budget)  # refuses a message that would fill the memory
+    check_count(data, onnx.ModelProto.DESCRIPTOR, file.budget)  # refuses a message that would take too much memory
     try:
         model = onnx.load_model_from_string(data)
     except Exception as error:  # protobuf raises an error whose class differs between releases
         broken(shown(error))
     if not model.graph.node or not model.opset_import:
         broken("or no model: it has no nodes or no opset")  # "it is truncated or damaged: or no model: ..."
-    # torch's exporter stores some weights as initializers and others as Constant nodes, so both are read. `t`, the
-    # attribute's tensor, is empty in a Constant of another kind, such as value_int; `array_of` refuses it as a weight.
+    # torch's exporter stores some weights as initializers and others as Constant nodes, so both are read. In a Constant
+    # that holds no tensor, such as a single integer, `t` is empty; `array_of` refuses an empty tensor as a weight.
     initializers = [(each.name, each) for each in model.graph.initializer]
     nodes = [node for node in model.graph.node if node.op_type == "Constant" and node.attribute]
     tensors = [*initializers, *((file.budget.name(node.output[0]), node.attribute[0].t) for node in nodes)]
     constants = dict(tensors)  # by name
     if len(constants) < len(tensors):
         broken("it holds a tensor's name twice")
-    left: dict[str, int] = {}  # for each file of external data, the bytes that no tensor has read yet
+    left: dict[str, int] = {}  # by file of external data: the number of bytes that no tensor has read yet
     for name, tensor in tensors:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             if not external_data:
@@ -88,7 +89,7 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
         while name in taken:
             name += f"_{n}"
         taken.add(name)
-        # names: the name of the tensor of each input that is passed. `INPUTS` has the position of each input.
+        # names: for each input that is passed, the name of its tensor.
         names = {
             word: node.input[place] for word, place in INPUTS.items() if place < len(node.input) and node.input[place]
         }
@@ -105,8 +106,8 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
     if inner := layers_inside(model):
         where = "inside If, Loop, Scan or a function"
         notes.append(f"{inner} recurrent {'node' if inner == 1 else 'nodes'} {where}, not read: inline the graph first")
-    # A file that `write` wrote holds zeros for first states that are not passed: inputs of the model that a node Expand
-    # repeats for each batch item. They are no weights.
+    # A file that `write` wrote contains zeros for the first states, the default of inputs that a node Expand repeats
+    # for each batch item. They are no weights, so they count as used.
     inputs = {each.name for each in model.graph.input}
     used |= {node.input[0] for node in model.graph.node if node.op_type == "Expand" and node.input} & inputs
     rest = {key: array_of(onnx, tensor, key, file.budget) for key, tensor in initializers if key not in used}
@@ -116,8 +117,8 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
 
 
 def layers_inside(model: Any) -> int:
-    """Return the number of nodes LSTM, GRU and RNN in graphs inside of nodes, such as If, and in the model's functions.
-    `check_count` has limited the model's size, and protobuf its depth."""
+    """Return the number of nodes LSTM, GRU and RNN in the model's functions and in graphs inside of nodes such as If.
+    The loop ends soon in any file: `check_count` has limited the model's size, and protobuf its depth."""
     found, inside = 0, [*model.functions]
     inside += [graph for node in model.graph.node for graph in graphs_of(node)]
     while inside:
@@ -135,17 +136,17 @@ def graphs_of(node: Any) -> list[Any]:
 def layer_of(
     onnx: Any, node: Any, name: str, names: Mapping[str, str], constants: Mapping[str, Any], budget: Budget
 ) -> Weights:
-    """Return the weights of a node. onnx: the module. name: the layer's name, for error texts. names: the name of the
-    tensor of each input. constants: the tensors of the file. Raise ValueError if the arrays do not fit."""
+    """Return the weights of an LSTM, GRU or RNN node. Raise ValueError if the arrays do not fit. name: the layer's
+    name, for error texts. names: for each input the name of its tensor. constants: the tensors of the file, by name."""
     arrays = weights_of(onnx, name, names, constants, budget)
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-    # The last argument returns what an error text calls the array W, R, B or P: the name of its tensor.
+    # The last argument: error texts call the arrays W, R, B and P by the names of their tensors.
     weights = from_node("convert", node.op_type, arrays, attributes, lambda word: names.get(word, word))
     for word in ("initial_h", "initial_c"):
         H = weights.hidden_size
-        # sizes: the shape of the first state; [H] if it is not stored in the file.
+        # sizes: the shape of the first state, or [H] if the file does not contain it.
         sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
-        if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its width
+        if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its size
             fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
     return weights
 
@@ -154,7 +155,7 @@ def weights_of(
     onnx: Any, name: str, names: Mapping[str, str], constants: Mapping[str, Any], budget: Budget
 ) -> dict[str, np.ndarray]:
     """Return the arrays W, R, B and P of a node; B and P may be missing. name: the layer's name, for error texts.
-    names: the name of the tensor of each input. constants: the tensors of the file."""
+    names: for each input the name of its tensor. constants: the tensors of the file, by name."""
     arrays = {}
     for word in ("W", "R", "B", "P"):
         if word not in names:
@@ -171,23 +172,23 @@ def weights_of(
 
 
 def check_count(data: bytes, kind: Any, budget: Budget) -> None:
-    """Raise ValueError if a message of protobuf has too many parts. A part of two bytes becomes an object of a hundred
-    bytes. data: the message. kind: protobuf's description of it. budget: limits the number of parts. A message that is
-    cut off, or has an unknown encoding, raises an IndexError or KeyError: for `foreign` the file is damaged then."""
-    # open_messages: for each message that is not finished, where it goes on in `data`, its end, and its description.
+    """Raise ValueError if a message of protobuf has more parts than the budget allows: each part of two bytes would
+    become an object of about a hundred bytes. data: the message. kind: protobuf's description of its type. A truncated
+    message or an unknown encoding raises IndexError or KeyError, which the caller reports as a damaged file."""
+    # open_messages: for each message that is not read to its end: the next position in `data`, its end, and its type.
     parts, open_messages = 0, [(0, len(data), kind)]
-    # A message is a row of fields. Each begins with a tag: the field's number, and in the lowest three bits how it is
-    # encoded: 0 a number, 1 eight bytes, 2 a length and as many bytes, 5 four bytes.
+    # A message is a sequence of fields. Each field begins with a tag: the field's number, and in the lowest three bits
+    # its encoding: 0 is a number, 1 eight bytes, 2 a length and as many bytes, 5 four bytes.
     while open_messages:
         place, stop, kind = open_messages.pop()
         while place < stop:
-            tag, place = varint(data, place)  # place: then behind the number
+            tag, place = varint(data, place)  # place: now the position after the tag
             if tag & 7 == 2:  # a text, an array or a message: its length, then its bytes
                 size, place = varint(data, place)
                 parts += 1
-                budget.values(parts)  # raises the error
+                budget.values(parts)  # raises ValueError if there are too many
                 field = kind.fields_by_number.get(tag >> 3)
-                if field is not None and field.message_type is not None:  # a message: read it first, then go on here
+                if field is not None and field.message_type is not None:  # a message: read it first, the rest later
                     open_messages.append((place + size, stop, kind))
                     stop, kind = min(place + size, stop), field.message_type
                 else:
@@ -199,10 +200,10 @@ def check_count(data: bytes, kind: Any, budget: Budget) -> None:
 
 
 def varint(data: bytes, place: int) -> tuple[int, int]:
-    """Return the number of protobuf at a place in `data`, and the place after it. Each byte has seven bits of the
-    number, the lowest first; its highest bit says that another byte follows."""
+    """Return the number that protobuf stores at the position `place` of `data`, and the position after it. Each byte
+    has seven bits of the number, the lowest first; the highest bit of a byte says that another byte follows."""
     number = 0
-    for n in range(10):  # 10 bytes of 7 bits are enough for 64 bits
+    for n in range(10):  # 10 bytes with 7 bits each are enough for 64 bits
         number |= (data[place + n] & 127) << 7 * n
         if data[place + n] < 128:
             return number, place + n + 1
@@ -215,9 +216,9 @@ def external_entries(tensor: Any) -> dict[str, str]:
 
 
 def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
-    """Load a tensor's external data from a file in the model's own folder; a link is refused. left: for each file, the
-    number of bytes that no tensor has read yet. No byte may be read twice: otherwise many tensors that share bytes
-    could fill the memory. path: the model's file."""
+    """Load a tensor's external data into the tensor, from a file in the model's own folder; a link is refused. No byte
+    may be read twice, because many tensors that share bytes could fill the memory. path: the model's file. left: for
+    each file, the number of bytes that no tensor has read yet."""
     entries = external_entries(tensor)  # location (the file's name), and maybe offset and length in bytes, as texts
     location = entries.get("location", "")
     data_path = path.parent / location
@@ -241,10 +242,11 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
     """Return a tensor's data as a NumPy array, or as an MLX array if it is bfloat16, or None if it holds no numbers.
     name: the tensor's name. budget: raises an error if the file takes too much memory."""
     budget.name(name)  # raises an error for a name that is too long, or if there are too many names
-    if tensor.data_location == onnx.TensorProto.EXTERNAL:  # onnx would read a file of the working folder
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:  # else onnx would read a file in the working folder
         fail("convert", f"{shown(name)} must lie in the file itself", "external data")
     check_shape(name, tuple(tensor.dims))
-    # Numbers that are not in raw_data are in one of these fields. They may take one byte in the file, eight in memory.
+    # Numbers that are not in raw_data are in a field such as float_data or int64_data. A number may take one byte in
+    # the file and eight in memory.
     budget.take(8 * max(len(getattr(tensor, f"{kind}_data")) for kind in ("float", "double", *INTEGERS)), name)
     try:
         array = onnx.numpy_helper.to_array(tensor)
@@ -256,8 +258,8 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
 
 
 class Graph:
-    """The parts of a written model. Each method adds nodes and returns the name of their result. Two constants are
-    there from the beginning, "side by side" and "one"."""
+    """The parts of an ONNX model that is written. Each method adds nodes or arrays and returns the name of the result.
+    The constants "side by side" and "one" exist from the beginning."""
 
     def __init__(self, onnx: Any):
         """Create an empty model. onnx: the module."""
@@ -285,16 +287,16 @@ class Graph:
         return name
 
     def states(self, dot: str, word: str, kind: int, sizes: tuple[int, int, int]) -> list[str]:
-        """Add the input of first states [L D, N, H], and return the name of the part [D, N, H] of each layer. If a
-        program does not pass the input, it is 0. dot: the stack's name and a dot, or nothing. word: "h" or "c". kind:
-        ONNX' number of the dtype. sizes: L layers, D directions, H hidden units."""
+        """Add the model input for the first states [L D, N, H] of a stack, with the default 0. Return for each layer
+        the name of its part [D, N, H]. dot: the beginning of the stack's names, its name and a dot, or "". word: "h" or
+        "c". kind: ONNX' number of the dtype. sizes: L layers, D directions, H hidden units."""
         L, D, H = sizes
         name = self.initializer(
             f"{dot}{word}0", np.zeros((L * D, 1, H), self.onnx.helper.tensor_dtype_to_np_dtype(kind))
         )
         self.inputs.append(self.onnx.helper.make_tensor_value_info(name, kind, [L * D, f"{dot}N", H]))
-        # The default has one batch item, so that it suits any batch. `Expand` repeats it: the array "items" of the
-        # stack holds the numbers 1, N, 1.
+        # The default has one batch item, because N is not known here. `Expand` repeats it N times: the stack's array
+        # "items" holds the factors 1, N, 1.
         whole = self.node("Expand", [name, f"{dot}items"], f"{dot}{word}0.whole")
         if L == 1:
             return [whole]
@@ -305,10 +307,10 @@ class Graph:
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """Write a model to `path`. It has, for each stack of layers, a chain of nodes with these inputs and outputs, in
-    torch's shapes: x [T, N, I], the first states h0 and c0 [L D, N, H], the output h [T, N, D H], the last states hT
-    and cT. A model that does not get first states begins from 0. ending: not read here; the writer of Keras' files,
-    which is called in the same way, needs it."""
+    """Write an ONNX model to `path`. For each stack of layers the model has a chain of nodes with these inputs and
+    outputs, in torch's shapes: x [T, N, I], the first states h0 and c0 [L D, N, H] (default: 0), the output h [T, N, D
+    H], and the last states hT and cT. ending: not used; the caller passes the same arguments to each writer of
+    files."""
     onnx = load()
     graph = Graph(onnx)
     for name, weights in layers.items():
@@ -325,13 +327,13 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 
 def write_stack(graph: Graph, name: str, weights: Weights) -> None:
-    """Add a stack of layers, with this name, to the graph: a node for each layer, whose input x is the output h of the
-    node before. The graph's methods take and return names of arrays."""
+    """Add a stack of layers to the graph: a node for each layer, whose input x is the output h of the node before.
+    name: the stack's name. The methods of `graph` take and return names of arrays."""
     with of_layer(name):  # adds the stack's name to the text of an error
         layers = to_onnx(weights)  # for each layer (type of its node, arrays, attributes)
     onnx, dot = graph.onnx, f"{name}." if name else ""
-    # A stack has one dtype, since a node's arrays must have that of its input. bfloat16 becomes float32. kind: ONNX'
-    # number of the dtype.
+    # A node's arrays must have the dtype of its input, so all arrays of a stack get one dtype; bfloat16 becomes
+    # float32. kind: ONNX' number of this dtype.
     dtype = common_dtype([array for _, arrays, _ in layers for array in arrays.values()])
     dtype = mx.float32 if dtype == mx.bfloat16 else dtype
     kinds = {mx.float64: onnx.TensorProto.DOUBLE, mx.float16: onnx.TensorProto.FLOAT16}
@@ -341,12 +343,12 @@ def write_stack(graph: Graph, name: str, weights: Weights) -> None:
     info, batch = onnx.helper.make_tensor_value_info, f"{dot}N"
     graph.inputs.append(info(f"{dot}x", kind, [f"{dot}T", batch, weights.input_size]))
     graph.outputs.append(info(f"{dot}h", kind, [f"{dot}T", batch, D * H]))
-    # N, the batch, is the second size of x. The array "items" holds the numbers 1, N, 1: the default of first states
-    # has one batch item, and Expand repeats it N times.
+    # "items" holds the numbers 1, N, 1, where the batch size N is the second size of x. With them a node Expand repeats
+    # the default of the first states, which has one batch item.
     count = graph.node("Gather", [graph.node("Shape", [f"{dot}x"], f"{dot}sizes"), "one"], f"{dot}count")
     graph.node("Concat", ["one", count, "one"], f"{dot}items", axis=0)
     words = ["h", "c"] if weights.cell.op == "lstm" else ["h"]
-    # first, last: the names of the first and last states of each layer, by "h" and "c".
+    # first, last: for "h" and "c", the names of each layer's first and last states.
     first = {word: graph.states(dot, word, kind, (L, D, H)) for word in words}
     last: dict[str, list[str]] = {word: [] for word in words}
     x = f"{dot}x"
@@ -365,7 +367,8 @@ def write_stack(graph: Graph, name: str, weights: Weights) -> None:
             names.pop()
         outputs = [f"{title}.Y", *(last[word][n] for word in words)]
         graph.nodes.append(onnx.helper.make_node(op_type, names, outputs, title, **attributes))
-        # ONNX's output is [T, D, N, H]; torch's has both directions side by side, [T, N, D H].
+        # The node's output is [T, D, N, H]. The next layer, and the user, get both directions side by side, [T, N, D
+        # H].
         graph.node("Transpose", [f"{title}.Y"], f"{title}.turned", perm=[0, 2, 1, 3])
         x = graph.node("Reshape", [f"{title}.turned", "side by side"], h)
     for word in words:

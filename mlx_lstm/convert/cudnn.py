@@ -7,15 +7,14 @@ matrices of the first line and the biases of the second:
     W_g [H, in] for each gate, R_g [H, S] for each gate, Pr [P, H] with a projection
     bW_g [H]    for each gate, bR_g [H]   for each gate
 
-The number of columns `in` is the input's size I for layer 0 (0 with skip_input, where layer 0 has no input matrices),
-and D S for the other layers. S, the width of h, is P = num_proj, or H = num_units without projection. Gates: lstm i, f,
-c, o; gru r, u, n; rnn_relu and rnn_tanh have one. Keras, jax and PyTorch rely on this layout; TensorFlow's
-documentation calls the buffer opaque.
+The number of columns `in` is the input size I for layer 0 (0 with skip_input, where layer 0 has no input matrices), and
+D S for the other layers. S, the size of h in one direction, is P = num_proj, or H = num_units without a projection. The
+gates of an lstm are i, f, c, o, of a gru r, u, n; rnn_relu and rnn_tanh have one gate. Keras, jax and PyTorch rely on
+this layout; TensorFlow's documentation calls the buffer opaque.
 
-Here the W_g of all gates are one array Wx, the R_g Wh, Pr is Wp, the bW_g are bW, the bR_g bR; in `Weights` the biases
-are bx and bh. `where` is the `Layout`, the sizes of a buffer. mode: cuDNN's rnn_mode, such as "lstm"; `GATES` has its
-number of gates, `CELLS` its cell. A way is a direction, 0 or 1. op: the public function that error texts begin with;
-`fail(op, rule, got)` raises the ValueError "[op] rule but got ...", and `check_...` functions raise one, too.
+This package joins the matrices W_g of all gates into one array Wx, and R_g, bW_g, bR_g into Wh, bW, bR; Pr is Wp. In
+`Weights` the biases are called bx and bh. A mode is cuDNN's rnn_mode, such as "lstm". A way is a direction, 0 or 1. op
+is the public function with which error texts begin; `fail(op, rule, got)` raises a ValueError "[op] rule but got ...".
 """
 
 from itertools import accumulate
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.tracing import split_apart
 from ..ground.checks import check_array, check_flag, check_integer, check_option, fail
 from .weights import Format, Weights, as_stored, checked, to_mlx, two_biases
 
@@ -40,7 +40,8 @@ CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn_relu": RNNC
 
 class Layout(NamedTuple):
     """The layout of a parameter buffer. mode: cuDNN's rnn_mode; L, D: the numbers of layers and directions; I: the
-    input size; H: the number of units; P: the projection's width or 0; skip: whether layer 0 has no input matrices."""
+    input size; H: the number of units; P: the size of a projected h, or 0; skip: whether layer 0 has no input
+    matrices."""
 
     mode: str
     L: int
@@ -57,18 +58,17 @@ class Layout(NamedTuple):
 
     @property
     def S(self) -> int:
-        """Return the width of h in one direction."""
+        """Return the size of h in one direction: P with a projection, else H."""
         return self.P or self.H
 
     def columns(self, layer: int) -> int:
-        """Return the number of columns of a layer's input matrices. layer: its number. A layer above layer 0 reads h of
-        all D directions below it, each S wide."""
+        """Return the number of columns of the input matrices of the layer with the number `layer`. A layer above layer
+        0 reads h of all D directions of the layer below, S numbers each."""
         return self.D * self.S if layer else 0 if self.skip else self.I
 
     def matrices(self, layer: int) -> list[tuple[int, int]]:
-        """Return the shapes of one direction's matrices in a layer: W [G H, in], R [G H, S] and, with a projection,
-        [P, H]. G: the number of gates, whose rows are in one matrix; in: the width of the layer's input; S: the
-        width of h, which is P with a projection and else H."""
+        """Return the shapes of one direction's matrices in a layer, with the rows of all G gates in one matrix: W [G H,
+        in], R [G H, S] and, with a projection, [P, H]. in: the number of inputs of the layer; S: the size of h."""
         rows = self.G * self.H
         return [(rows, self.columns(layer)), (rows, self.S)] + ([(self.P, self.H)] if self.P else [])
 
@@ -91,8 +91,8 @@ class Layout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of elements of the parameter buffer. All layers above layer 0 have the same size, so no
-        loop over the layers is needed: the result comes at once, however many layers a caller asks for."""
+        """Return the number of elements of the parameter buffer. All layers above layer 0 have the same size, so a
+        product replaces a loop over the layers, which would be slow if a caller asks for very many layers."""
         # first, other: the elements of one direction's matrices in layer 0, and in any other layer.
         first, other = (sum(map(prod, self.matrices(layer))) for layer in range(2))
         return self.D * (first + (self.L - 1) * other) + self.counts[1] * self.H  # counts[1]: the number of biases
@@ -103,17 +103,21 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
     layer 0 has no input matrices), `Wh` [G H, S] or [2, G H, S], `Wp` (with a projection) [P, H] or [2, P, H], and the
     two biases `bW` and `bR` [D, G H]. params: the parameter buffer; where: its layout.
 
-    All are views of the buffer, except the `Wx` of two directions: other matrices lie between its halves.
+    All arrays are views of the buffer, except the `Wx` of two directions: in the buffer other matrices lie between the
+    two halves of this array.
     """
     D, GH = where.D, where.G * where.H  # GH: the rows of one direction's matrices of all gates
     # sizes: for each layer the numbers of elements of one direction's matrices W, R and, with a projection, Pr. The
-    # buffer is divided after each layer's matrices; what is left at its end are the biases.
+    # buffer is split after the matrices of each layer; the rest contains the biases.
     sizes = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
-    *layers, biases = mx.split(params, list(accumulate(D * sum(of_layer) for of_layer in sizes)))
+    # MLX cannot compile two equal splits of an array. A forward op and its gradient op in one compiled function both
+    # split `params`, so `split_apart` replaces `mx.split`.
+    *layers, biases = split_apart(params, list(accumulate(D * sum(of_layer) for of_layer in sizes)))
     biases = biases.reshape(where.L, D, 2, GH)  # [layer, direction, bW or bR, gate and unit]
     by_layer = []
     for layer, of_layer in enumerate(sizes):
-        # A layer's matrices are one row of numbers per direction; `accumulate` returns where each matrix ends in it.
+        # The matrices of a layer are one row of numbers per direction; `accumulate` gives the end of each matrix in a
+        # row.
         Wx, *rest = mx.split(layers[layer].reshape(D, -1), list(accumulate(of_layer))[:-1], axis=1)
         arrays = {} if not of_layer[0] else {"Wx": Wx.reshape(D * GH, -1)}  # of_layer[0]: the size of W
         for name, part, shape in zip(("Wh", "Wp"), rest, where.matrices(layer)[1:], strict=False):
@@ -128,7 +132,7 @@ def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
     D = where.D
     # rows: for each layer its matrices, each as one row of numbers per direction.
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
-    # In the buffer's order: by layer, within it by direction, within that Wx, Wh, Wp.
+    # The order of the buffer: layer by layer, in each layer direction by direction, in each direction Wx, Wh, Wp.
     matrices = [matrix[way] for of_layer in rows for way in range(D) for matrix in of_layer]
     return mx.concatenate(
         matrices + [mx.stack([arrays["bW"], arrays["bR"]], axis=1).reshape(-1) for arrays in layers]
@@ -152,7 +156,8 @@ def from_cudnn(
         num_layers, num_units, input_size (int): the sizes, which cannot be read from the buffer.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
         bidirectional (bool): whether the buffer holds both directions. Default: `False`.
-        num_proj (int): the projection's width, of an lstm. Default: 0, none.
+        num_proj (int): the size of the projected h of an lstm; 0, or num_units as in cuDNN, for no projection.
+            Default: 0.
 
     Returns:
         Weights: views of the buffer.
@@ -169,6 +174,9 @@ def from_cudnn(
     sizes = {"num_layers": num_layers, "input_size": input_size, "num_units": num_units}
     L, I, H = (check_integer(op, name, value, least=1) for name, value in sizes.items())
     P = check_integer(op, "num_proj", num_proj, least=0)
+    if P > H:
+        fail(op, f"num_proj must be at most num_units = {H}", P)
+    P = P if P < H else 0  # cuDNN turns off a projection that makes h no narrower
     where = Layout(rnn_mode, L, D=2 if bidirectional else 1, I=I, H=H, P=P, skip=False)
     params = to_mlx(params)
     check_array(op, "params", params, ["params_size"])
@@ -176,7 +184,8 @@ def from_cudnn(
         fail(op, f"params must have {where.size} elements for these sizes", f"{params.size} elements")
     layers = []
     for arrays in layer_arrays(where, params):
-        # Give each array a first axis of D directions, then divide it.
+        # `layer_arrays` joins both directions along different axes. Give each array a first axis of D directions, and
+        # split it along this axis.
         arrays |= {"Wx": arrays["Wx"].reshape(where.D, where.G * H, -1), "bx": arrays.pop("bW"), "bh": arrays.pop("bR")}
         if where.D == 1:
             arrays |= {name: arrays[name][None] for name in ("Wh", "Wp") if name in arrays}
@@ -209,8 +218,8 @@ def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
     where = Layout(mode, len(weights.layers), D, weights.input_size, H, P, False)
     layers = []
     for layer in weights.layers:
-        # directions: for each direction its arrays; a missing bias is zeros. `join_layers` takes them with a first axis
-        # of D directions.
+        # directions: the arrays of each direction, with zeros for a missing bias. `join_layers` takes both directions
+        # stacked along a new first axis.
         directions = [arrays | dict(zip(("bW", "bR"), two_biases(arrays), strict=True)) for arrays in layer]
         layers.append(
             {

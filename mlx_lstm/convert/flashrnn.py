@@ -3,11 +3,11 @@
 FlashRNN divides the hidden units of a layer into N heads of D units. A head is a small recurrent layer of its own: its
 recurrent weights read only its own h. So each head becomes one `Weights` of one layer, and the heads run side by side.
 
-W [G, N, D, I]: the input's weights. R [G, N, D, D]: the recurrent weights. b [G, N, D]: the bias. G: gates, I: input
-features of a head. In `Weights` they are Wx [G D, I], Wh [G D, D] and bx, bh [G D]; Weights(cell, [[arrays]]) is one
-layer of one direction; cell.gates is G, cell.op "lstm", "gru" or "rnn". op: the public function that error texts begin
-with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape, in which a text such as "N" stands
-for any size; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+FlashRNN's arrays are W [G, N, D, I] (input weights), R [G, N, D, D] (recurrent weights) and b [G, N, D] (biases), for G
+gates and I input features of a head. For one head, `Weights` has Wx [G D, I], Wh [G D, D] and bx, bh [G D];
+Weights(cell, [[arrays]]) is one layer of one direction. op is the public function with which error texts begin.
+`check_array(op, name, array, shape)` raises a ValueError for a wrong shape; a text such as "N" in the shape stands for
+any size. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ import mlx.core as mx
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, check_option, check_sizes, fail
+from .layers import check_keys
 from .weights import Format, Weights, as_stored, check_weights, checked, describe, one_bias, to_mlx, whole_bias
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "elman": RNNCell("tanh")}
@@ -68,12 +69,12 @@ def from_flashrnn(W: Any, R: Any, b: Any, *, function: str = "lstm") -> list[Wei
         fail(op, "function must be lstm, gru or elman; from_flashrnn_slstm reads an sLSTM,", repr(function))
     check_option(op, "function", function, tuple(CELLS))
     cell = CELLS[function]
-    if W is None:  # this raises the error: only an sLSTM may lack W
+    if W is None:  # raises the error for a missing W, which only an sLSTM may lack
         check_array(op, "W", W, ["G", "N", "D", "I"])
-    # A GRU's b has four biases per unit: the recurrent bias of n, then those of r, z and n.
+    # A GRU's b has four biases per unit: first the recurrent bias of n, then one bias for each of r, z and n.
     W, R, b = checked_arrays(op, W, R, b, cell.gates, 4 if function == "gru" else cell.gates)
-    named = {"Wx": W, "Wh": R, "bx": b}  # by the names in `Weights`, still of all heads
-    if function == "gru":  # R from n, r, z to r, z, n; b[0] is the recurrent bias of n, and r and z have none
+    named = {"Wx": W, "Wh": R, "bx": b}  # the arrays of all heads, by their names in `Weights`
+    if function == "gru":  # R: from the order n, r, z to r, z, n; b[0]: the recurrent bias of n
         named["Wh"] = mx.concatenate([R[1:], R[:1]])
         named |= {"bx": b[1:], "bh": mx.concatenate([mx.zeros_like(b[:2]), b[:1]])}
     # Axis 1 is the head; `joined` makes one axis G D of gates and units.
@@ -107,7 +108,7 @@ def to_flashrnn(heads: Sequence[Weights]) -> Arrays:
         cell, arrays = stored.cell, stored.layers[0][0]  # layers[layer][direction]
         G, D = cell.gates, head.hidden_size
         W, R = (arrays[name].reshape(G, D, -1) for name in ("Wx", "Wh"))
-        b = whole_bias(cell, arrays).reshape(G, D)  # the sum of both biases; for a GRU's n only the input's
+        b = whole_bias(cell, arrays).reshape(G, D)  # the sum of both biases; for a GRU's n, bx only
         if cell.op == "gru":
             R = mx.stack([R[2], R[0], R[1]])  # from r, z, n to n, r, z
             # The recurrent bias of n comes first; zeros if there is none.
@@ -150,7 +151,7 @@ def from_flashrnn_slstm(W: Any, R: Any, b: Any) -> list[Arrays]:
         (5, 10, 8)
     """
     W, R, b = checked_arrays("from_flashrnn_slstm", W, R, b, 4, 4)  # four gates, and one bias for each
-    # SLSTM: the names of the parameters Wx, Wh and bias. Axis 1 of the arrays is the head.
+    # Axis 1 of W, R and b is the head.
     given = [(name, array) for name, array in zip(SLSTM, (W, R, b), strict=True) if array is not None]
     return [{name: joined(array[:, n]) for name, array in given} for n in range(R.shape[1])]
 
@@ -174,24 +175,29 @@ def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array 
         fail(op, "heads must be a list of at least one dict of arrays", type(heads).__name__)
     names = [name for name in SLSTM if name in heads[0]]  # of Wx, Wh and bias
     for n, head in enumerate(heads):
+        check_keys(op, head)
         if not {"Wh", "bias"} <= head.keys() <= set(SLSTM) or head.keys() != heads[0].keys():
             fail(op, f"heads[{n}] must hold Wh, bias and, in all heads or none, Wx", sorted(head))
-        for name in names:
-            check_array(op, f"heads[{n}]: {name}", head[name], heads[0][name].shape)
+    # The arrays of the first head tell the sizes D and I, which all heads must have.
     first = heads[0]
-    D = first["Wh"].shape[-1]
-    check_array(op, "heads[0]: Wh", first["Wh"], [4 * D, D])
-    check_array(op, "heads[0]: bias", first["bias"], [4 * D])
+    check_array(op, "heads[0]: Wh", first["Wh"], ["4 D", "D"])
+    check_sizes(op, "heads[0]: Wh", first["Wh"])  # no axis of size 0
+    D = first["Wh"].shape[1]
+    shapes: dict[str, Sequence[int | str]] = {"Wx": [4 * D, "I"], "Wh": [4 * D, D], "bias": [4 * D]}
     if "Wx" in first:
-        check_array(op, "heads[0]: Wx", first["Wx"], [4 * D, "I"])
-    # `apart` makes [4, D, ...] of [4D, ...]; the heads become axis 1.
-    found = {name: mx.stack([apart(head[name], D) for head in heads], axis=1) for name in names}
+        check_array(op, "heads[0]: Wx", first["Wx"], shapes["Wx"])
+        shapes["Wx"] = first["Wx"].shape
+    for n, head in enumerate(heads):
+        for name in names:
+            check_array(op, f"heads[{n}]: {name}", head[name], shapes[name])
+    # `apart` reshapes [4D, ...] to [4, D, ...]; the heads become axis 1.
+    found = {name: mx.stack([by_gate(head[name], D) for head in heads], axis=1) for name in names}
     return {letter: found.get(name) for letter, name in zip("WRb", SLSTM, strict=True)}
 
 
 def checked_arrays(op: str, W: Any, R: Any, b: Any, gates: int, biases: int) -> tuple[Any, mx.array, mx.array]:
-    """Return the three arrays as MLX arrays after checking their shapes; W may be None. gates: the number of gates of W
-    and R; biases: the number of biases of a unit in b."""
+    """Check the shapes of W [gates, N, D, I], R [gates, N, D, D] and b [biases, N, D], for N heads of D units and I
+    inputs. Return them as MLX arrays. W may be None. biases: the number of biases of a unit in b."""
     W, R, b = (None if array is None else to_mlx(array) for array in (W, R, b))
     check_array(op, "R", R, [gates, "N", "D", "D"])  # four axes, of any sizes N and D
     _, N, D, _ = R.shape
@@ -204,11 +210,11 @@ def checked_arrays(op: str, W: Any, R: Any, b: Any, gates: int, biases: int) -> 
 
 
 def joined(array: mx.array) -> mx.array:
-    """Return an array [G, D, ...] as [G D, ...]."""
+    """Join the first two axes of an array, gate and unit: return [G D, ...] for [G, D, ...]."""
     return array.reshape(-1, *array.shape[2:])
 
 
-def apart(array: mx.array, D: int) -> mx.array:
+def by_gate(array: mx.array, D: int) -> mx.array:
     """Divide axis 0 of an array [G D, ...] into the axes gate and unit: return [G, D, ...]. G: the number of gates,
     D: the number of units."""
     return array.reshape(-1, D, *array.shape[1:])

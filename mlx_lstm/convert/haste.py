@@ -1,12 +1,11 @@
 """Convert weights between the layers of `haste_pytorch`, LMNT's package haste for torch, and `Weights`.
 
-haste's arrays, by its names: kernel [I, G H] the input's weights, recurrent_kernel [H, G H] the recurrent weights, bias
-[G H] and, of a GRU, recurrent_bias [3H]; of an IndRNN, whose units are independent, recurrent_scale [H]. I: input
-features, H: units, G: gates. In `Weights` one direction's arrays are Wx, Wh, bx and bh, transposed, in the gate order
-of `OURS`. Weights(cell, layers): layers[layer][direction] is a dict of arrays, so [[found]] is one layer of one
-direction. cell.op: "lstm" or "gru". `FORMAT` is what haste can store, FORMAT.orders its gate orders by cell.op. op: the
-public function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...",
-`check_array` one for a wrong shape, in which a letter stands for any size.
+haste's arrays are kernel [I, G H] (input weights), recurrent_kernel [H, G H], bias [G H] and, of a GRU, recurrent_bias
+[3H], for I input features, H units and G gates. An IndRNN, whose units are independent of each other, has
+recurrent_scale [H] instead of recurrent_kernel. `Weights` has the transposed matrices Wx and Wh, and the biases bx and
+bh, in the gate order `OURS`; Weights(cell, [[arrays]]) is one layer of one direction. op is the public function with
+which error texts begin. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". `check_array` raises a
+ValueError for a wrong shape; a letter in the shape stands for any size.
 """
 
 from typing import Any
@@ -32,7 +31,7 @@ from .weights import (
 )
 
 FORMAT = Format({"lstm": "igfo", "gru": "zrn"}, is_layer=True)
-"""haste's gate orders, in our letters, and that it stores one layer in one direction."""
+"""What a layer of haste can store: one layer in one direction, with these gate orders in our letters."""
 
 NAMES = {
     "LSTM": ("kernel", "recurrent_kernel", "bias"),
@@ -73,10 +72,10 @@ def from_haste(layer: Any, *, prefix: str = "") -> Weights:
     if "recurrent_scale" in arrays:
         fail(op, "layer must be an LSTM or a GRU; from_haste_indrnn reads an IndRNN,", "recurrent_scale")
     cell = GRUCell() if "recurrent_bias" in arrays else LSTMCell()
-    order, ours = FORMAT.orders[cell.op], OURS[cell.op]  # haste's gate order and that of `Weights`
+    order, ours = FORMAT.orders[cell.op], OURS[cell.op]  # haste's gate order, and the order of `Weights`
     check_names(op, arrays, cell.op.upper())  # "LSTM" or "GRU", a key of `NAMES`
-    # haste's matrices have the layout of Keras', so Keras' reader transposes and reorders them; biases follow here.
-    # found: the arrays by their names in `Weights`. biases=[]: there is no bias among the arrays passed.
+    # haste's matrices have the layout of Keras, so `direction`, Keras' reader, transposes and reorders them. Both
+    # biases are separate arrays in haste, so the next lines convert them; biases=[] says that none is passed here.
     found = direction(op, cell.op, [arrays["kernel"], arrays["recurrent_kernel"]], biases=[], order=order)
     for theirs, word in (("bias", "bx"), ("recurrent_bias", "bh")):
         if theirs in arrays:
@@ -164,7 +163,9 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
     """
     op = "to_haste_indrnn"
     arrays = parameters_of(op, "parameters must be a layer or a dict of arrays", parameters)
-    if not {"Wx", "params"} <= arrays.keys() <= {"Wx", "bias", "params"} or len(arrays["params"]) != 1:
+    params = arrays.get("params")
+    is_one = isinstance(params, (list, tuple)) and len(params) == 1
+    if not {"Wx", "params"} <= arrays.keys() <= {"Wx", "bias", "params"} or not is_one:
         fail(op, "parameters must hold Wx, one array in params and maybe bias", sorted(arrays))
     check_array(op, "Wx", arrays["Wx"], ["H", "I"])
     Wx, (u,) = arrays["Wx"], arrays["params"]  # u [H]: the recurrent weight of each unit
@@ -175,8 +176,8 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
 
 
 def arrays_of(op: str, layer: Any, prefix: str) -> Arrays:
-    """Return the arrays of a layer of haste, or of a dict, by their names without the prefix. Only entries whose names
-    begin with it are read. Raise ValueError for a layer with zoneout."""
+    """Return the arrays of a layer of haste, or of a dict, whose names begin with `prefix`, by their names without the
+    prefix. Raise ValueError for a layer with zoneout."""
     found = parameters_of(op, "layer must be a layer of haste_pytorch or a dict of arrays", layer, prefix)
     if zoneout := getattr(named_layer(layer, prefix), "zoneout", 0):
         fail(op, "zoneout must be 0, as it is no weight: pass layer.state_dict() and run zoneout yourself,", zoneout)

@@ -1,14 +1,13 @@
 """Convert the weights of Keras' layers to `Weights` and back.
 
-Keras' arrays of one direction: kernel [I, GH] the input's weights, recurrent_kernel [H, GH] and bias [GH]; a GRU with
-reset_after has both biases, [2, 3H]. I: input features, G: gates, H: units. In `Weights` they are Wx, Wh, bx and bh,
-transposed, in the gate order of `OURS`; Keras' order is in `ORDERS`, which is FORMAT.orders. kind: "lstm", "gru" or
-"rnn", also cell.op; `KINDS` has it by Keras' class, `CELLS` the class of cell by kind. `NAMES` are the names of Keras'
-arrays in its order. `FORMAT` is what Keras' layers can store. A way is a direction of a layer. config: a layer as Keras
-serializes it, a dict with its class_name and its own dict config, the options. biases: the shapes that the bias may
-have, with the last axis counted in H: [3] means [3H], [2, 3] means [2, 3H]. of: the words " of NAME" that end an
-array's name in error texts. slope: which hard_sigmoid a version of Keras has, "x/5" (Keras 2) or "x/6" (Keras 3). op:
-the public function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+Keras' arrays of one direction are kernel [I, GH] (input weights), recurrent_kernel [H, GH] and bias [GH], for I input
+features, G gates and H units. A GRU with reset_after has two biases in one array, [2, 3H]. `Weights` has the transposed
+matrices Wx and Wh, and the biases bx and bh, in the gate order `OURS`; Keras' gate order is `ORDERS`.
+
+The kind of a cell is "lstm", "gru" or "rnn". A way is a direction of a layer. A config is a layer as Keras serializes
+it: a dict with its class_name and with config, the dict of its options. A slope says which hard_sigmoid a version of
+Keras has: "x/5" (Keras 2) or "x/6" (Keras 3). op is the public function with which error texts begin; `fail(op, rule,
+got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +56,8 @@ EVERY = (*ACTIVATIONS.values(), "hard_sigmoid")
 
 FORMAT = Format(ORDERS, options=True, nonlinearity=EVERY, reset=("after", "before"), reverse=True)
 NAMED = FORMAT._replace(options=False, nonlinearity=("tanh", "relu", "sigmoid"))
-"""FORMAT: what Keras' layers can store. NAMED: what files can store that have only Keras' names of the arrays."""
+"""FORMAT: what Keras' layers can store. NAMED: what a file of arrays with Keras' names can store, which has no
+options."""
 
 
 def from_keras(*layers: Any) -> Weights:
@@ -114,12 +114,13 @@ def stack(op: str, parts: Sequence[Weights]) -> Weights:
 def from_arrays(
     op: str, ways: Sequence[Sequence[Any]], config: Mapping[str, Any] | None, name: str, *, slope: str = "x/6"
 ) -> Weights:
-    """Return the weights of a layer from each direction's kernel, recurrent_kernel and maybe bias. ways: these arrays,
-    by direction. config: the layer as Keras serialized it; if None, the shapes identify the cell. name: the layer's
-    name, for error texts. slope: the slope of hard_sigmoid, "x/5" (Keras 2) or "x/6" (Keras 3)."""
+    """Return the weights of a Keras layer. ways: for each direction a list of its kernel, recurrent_kernel and, if
+    there is one, bias. config: the layer as Keras serialized it; if None, the shapes of the arrays say which cell it
+    is. name: the layer's name, for error texts. slope: the slope of hard_sigmoid, "x/5" (Keras 2) or "x/6" (Keras
+    3)."""
     # inner: the configuration with the cell's options, without a Bidirectional around it. cudnn: for each direction the
-    # arrays of a CuDNNLSTM or CuDNNGRU in the usual layout, or None for other layers. Their bias is [2, GH]. A GRU
-    # with such a bias resets after the product, as these do, so below only an LSTM is a special case.
+    # arrays of a CuDNNLSTM or CuDNNGRU in the layout of an LSTM or GRU, or None for other layers. Their bias is [2,
+    # GH]. This is the usual bias of a GRU that resets after the product, so only the LSTM needs a special case below.
     inner = None if config is None else wrapped(op, config, name)
     if (most := max(map(len, ways))) > len(NAMES):
         fail(op, f"{name} must have no arrays but {', '.join(NAMES)}", f"{most} arrays")
@@ -132,12 +133,12 @@ def from_arrays(
             rule = f"recurrent_kernel of {name} must have shape [H, 4H], [H, 3H] or [H, H]"
             fail(op, rule, f"shape {list(shape)}")
         kind, options = {4: "lstm", 3: "gru", 1: "rnn"}[G], {}
-        if kind == "gru" and len(ways[0]) > 2 and np.ndim(ways[0][2]) == 1:  # one bias: not reset_after
+        if kind == "gru" and len(ways[0]) > 2 and np.ndim(ways[0][2]) == 1:  # a single bias: reset_after is False
             options["reset"] = "before"
         cell = CELLS[kind](**options)
     else:
         cell = cell_of_config(op, inner, name, slope)
-    # biases: the allowed shapes of the bias, with the last axis counted in H: [2, 4] means [2, 4H].
+    # biases: the allowed shapes of the bias, with the last size in multiples of H: [2, 4] means [2, 4H].
     biases = {
         "lstm": [[2, 4] if all(cudnn) else [4]],
         "gru": [[2, 3] if getattr(cell, "reset", "") == "after" else [3]],
@@ -146,19 +147,19 @@ def from_arrays(
     of = f" of {name}" if name else ""
     layer = [direction(op, cell.op, arrays, biases=biases, of=of) for arrays in ways]
     titles = {"Wx": "kernel", "Wh": "recurrent_kernel"}  # Keras' names; both biases are called bias
-    # A layer of both directions has its go_backwards in the layer inside, and `wrapped` checks it.
+    # In a Bidirectional go_backwards is an option of the layers inside, which `wrapped` checks.
     reverse = config is not None and len(ways) == 1 and bool(config["config"].get("go_backwards"))
     # The last argument names an array in error texts; word is its name in `Weights`.
     return checked(op, Weights(cell, [layer], reverse), lambda layer, way, word: titles.get(word, "bias") + of)
 
 
 def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] | None:
-    """Convert the arrays of a CuDNNLSTM or CuDNNGRU to the layout of an LSTM or GRU; return None for any other
-    layer. These two classes join both biases into one row. They store the numbers of each gate's block [H, I] in this
-    order, but under the shape [I, H]."""
+    """Convert the arrays of a CuDNNLSTM or CuDNNGRU to the layout of an LSTM or GRU; return None for any other layer.
+    These two classes join both biases into one row. The block of each gate contains the numbers of a matrix [H, I], row
+    by row, although its shape is [I, H]."""
     shape = np.shape(recurrent_kernel)
     H, columns = shape if len(shape) == 2 else (0, 0)
-    # Only these classes have a bias of one axis with two numbers for each column of the kernels.
+    # Only these two classes have a bias with one axis and two numbers for each column of the kernels.
     if not H or columns not in (3 * H, 4 * H) or [np.shape(kernel)[1:], np.shape(bias)] != [(columns,), (2 * columns,)]:
         return None
     # by_gate: for both kernels a list of one block per gate. Each block's numbers are read as [H, I], then transposed.
@@ -168,16 +169,16 @@ def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] 
 
 
 def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the configuration in which Keras stores the cell's options: the configuration `config` of the layer
-    itself, or of the layer or cell inside a Bidirectional or RNN. Raise ValueError if both directions differ. name: the
+    """Return the configuration that contains the cell's options. It is `config` itself, or the configuration of the
+    layer or cell inside a Bidirectional or RNN. Raise ValueError if the options of both directions differ. name: the
     layer's name, for error texts."""
     if config["class_name"] == "Bidirectional":
         inner = config["config"]
-        # Without a "backward_layer" Keras runs a copy of "layer" in the second direction.
+        # Without a "backward_layer" Keras makes a copy of "layer" for the reverse direction.
         forward, backward = inner["layer"], inner.get("backward_layer") or inner["layer"]
-        # Other options, such as units, show in the shapes of the arrays.
+        # The other options, such as units, are checked by the shapes of the arrays.
         keys = ("activation", "recurrent_activation", "reset_after")
-        # cells: the configurations with the cells' options, which an RNN has one level deeper.
+        # cells: the options of both directions' cells. If a direction is an RNN, they are in its cell's configuration.
         cells = [wrapped(op, each, name)["config"] for each in (forward, backward)]
         if [cells[0].get(key) for key in keys] != [cells[1].get(key) for key in keys]:
             fail(op, f"both directions of {name} must have the same options", "different ones")
@@ -192,8 +193,9 @@ def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def is_of_keras(spec: Mapping[str, Any]) -> bool:
-    """Return whether a serialized layer or cell has a class of Keras, not a user's class of the same name. Old files
-    tell only the class's name; Keras registers no name for its own classes."""
+    """Return whether a serialized layer or cell has a class of Keras, not a user's class of the same name. Old files do
+    not contain the class's module; in these files a user's class has a registered name, and Keras' own classes have
+    none."""
     module = spec.get("module")
     return spec.get("registered_name") is None if module is None else str(module).partition(".")[0] in PACKAGES
 
@@ -201,20 +203,20 @@ def is_of_keras(spec: Mapping[str, Any]) -> bool:
 def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) -> Any:
     """Return the cell that a layer's configuration describes. name: the layer's name, for error texts. slope: the slope
     of hard_sigmoid, "x/5" or "x/6"."""
-    # words: Keras' names of activations, and ours. `ACTIVATIONS` has hard_sigmoid with the slope of Keras 3, x/6.
+    # words: our name by Keras' name of an activation; hard_sigmoid with the slope of the file's version of Keras.
     words = ACTIVATIONS | ({"hard_sigmoid": "hard_sigmoid"} if slope == "x/5" else {})
 
-    # Return our name of the activation under `key`. Keras may serialize a function as a dict with its name. default:
-    # Keras' activation if the configuration lacks the key.
+    # Return our name of the activation that the configuration has under `key`, or of Keras' default activation. Keras
+    # may serialize a function as a dict that contains its name.
     def activation(key: str, default: str) -> str:
         word = config["config"].get(key, default)
-        if isinstance(word, Mapping):  # "config" is the name of a function, or the options of a layer of activations
+        if isinstance(word, Mapping):  # "config" holds the name of a function, or the options of an activation layer
             word = word["config"] if isinstance(word.get("config"), str) else word.get("class_name")
         if word not in words:
             fail(op, f"{key} of {name} must be one of {', '.join(words)}", repr(word))
         return words[word]
 
-    # a: the activation of the candidate and an LSTM's output; r: that of the other gates.
+    # a: the activation of the candidate and of an LSTM's output; r: the activation of the other gates.
     a = activation("activation", "tanh")
     kind = KINDS[config["class_name"]]  # "lstm", "gru" or "rnn"
     if kind == "rnn":
@@ -222,8 +224,8 @@ def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) ->
     r = activation("recurrent_activation", "sigmoid")
     if kind == "lstm":
         return LSTMCell(activations=(r, r, a, r, a))  # of i, f, g, o and the output
-    # Activations of r, z, n. reset_after: the reset gate multiplies the recurrent product, not h. Versions of Keras
-    # before this option had the formula of reset_after=False, and a CuDNNGRU always has that of True.
+    # With reset_after the reset gate multiplies the recurrent product, not h. Versions of Keras without this option
+    # computed as with reset_after=False; a CuDNNGRU always computes as with reset_after=True.
     after = config["config"].get("reset_after", config["class_name"] == "CuDNNGRU")
     return GRUCell(activations=(r, r, a), reset="after" if after else "before")
 
@@ -240,8 +242,9 @@ def direction(
     """Return one direction's arrays for `Weights`: Wx, Wh and, with a bias, bx and maybe bh. Check their shapes first.
 
     kind: "lstm", "gru" or "rnn". arrays: Keras' kernel [I, GH], recurrent_kernel [H, GH] and maybe bias. biases: the
-    allowed shapes of the bias, with the last axis counted in H; for a GRU [3] means shape [3H], [2, 3] means [2, 3H].
-    of: words such as " of lstm_1" after an array's name in error texts. order: the gate order if it is not Keras'.
+    allowed shapes of the bias, with the last size in multiples of H: [3] means the shape [3H], [2, 3] means [2, 3H].
+    of: words such as " of lstm_1" after an array's name in error texts. order: the gate order of the arrays, or None
+    for Keras' order.
     """
     G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]  # gates
     kernel, recurrent_kernel, bias = [*arrays, None][:3]  # a missing bias is None
@@ -257,7 +260,7 @@ def direction(
     given = {name: to_mlx(array) for name, array in given.items() if array is not None}
     for name, array in given.items():
         check_array(op, name + of, array, array.shape)  # checks the dtype only
-    # Move the gates from Keras' order (FORMAT.orders) to that of `Weights` (OURS).
+    # Move the gates from Keras' order (FORMAT.orders) to the order of `Weights` (OURS).
     given = {name: reorder(array, order or FORMAT.orders[kind], OURS[kind], axis=-1) for name, array in given.items()}
     found = {"Wx": given["kernel"].T, "Wh": given["recurrent_kernel"].T}
     if bias is None:
@@ -267,7 +270,7 @@ def direction(
 
 
 def times(G: int) -> str:
-    """Return a multiple of H for an error text: H, 3H, 4H."""
+    """Return G times H as a text for errors: "H", "3H" or "4H"."""
     return "H" if G == 1 else f"{G}H"
 
 
@@ -283,7 +286,8 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
     """
     weights = as_stored("to_keras", weights, FORMAT)  # refuses options that no layer of Keras holds
     if weights.reverse and len(weights.layers) > 1:
-        # A layer with go_backwards returns its outputs in the reverse order, so a second one would run forward.
+        # A layer with go_backwards returns its outputs in the reverse order, so a second layer with go_backwards would
+        # run forward.
         rule = "weights must have one layer with reverse: convert those of weights.each(), and in Keras set"
         fail("to_keras", f"{rule} go_backwards for the first layer only,", f"{len(weights.layers)} layers")
     check_cell("to_keras", weights)
@@ -308,14 +312,14 @@ def check_cell(op: str, weights: Weights) -> None:
 
 
 def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
-    """Return one direction's kernel [I, GH], recurrent_kernel [H, GH] and maybe bias in Keras' gate order. arrays:
-    those of `Weights`. use_bias: whether the layer has a bias; then a missing one is zeros."""
+    """Return one direction's kernel [I, GH], recurrent_kernel [H, GH] and, with `use_bias`, bias in Keras' gate order.
+    A missing bias becomes zeros. arrays: the direction's arrays in `Weights`."""
     ours, theirs = OURS[cell.op], FORMAT.orders[cell.op]  # the gate orders of `Weights` and Keras, such as "ifgo"
     matrices = [to_numpy(reorder(arrays[name].T, ours, theirs, axis=-1)) for name in ("Wx", "Wh")]
     if not use_bias:
         return matrices
     if cell.reset == "after":  # a GRU with reset_after has both biases
         bias = mx.stack([reorder(b, ours, theirs) for b in two_biases(arrays)])
-    else:  # their sum
+    else:  # any other cell has one bias: the sum
         bias = reorder(whole_bias(cell, arrays), ours, theirs)
     return [*matrices, to_numpy(bias)]

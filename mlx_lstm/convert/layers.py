@@ -1,14 +1,13 @@
-"""Read what a layer is: its class, its arrays, and the attributes that change its formula. Every function that reads
-the parameters of a layer calls `describe`, and refuses what `describe` does not know.
+"""Find out what a layer is: its class, its arrays, and the attributes that change its formula. Every function that
+reads the parameters of a layer calls `describe` first.
 
-A layer is a module of `mlx.nn`, one of this package, any other object with arrays as attributes, or a dict of arrays. A
-module of MLX is a dict, too, whose entries are its parameters and submodules. `OF_MLX` has the recurrent layers of
-`mlx.nn`, `NONLINEARITIES` the functions of MLX that are activations, and their names. op: the public function's name,
-with which error texts begin. name: what an error text calls the layer. `fail(op, rule, got)` raises the ValueError
-"[op] rule but got ...".
+A layer is a module of `mlx.nn`, a module of this package, any other object with arrays as attributes, or a dict of
+arrays. A module of MLX is a dict, too, whose entries are its parameters and submodules. In all functions op is the name
+of the public function, with which error texts begin, and name is the layer's name in an error text. `fail(op, rule,
+got)` raises the ValueError "[op] rule but got ...".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -31,7 +30,8 @@ OF_MLX = (nn.LSTM, nn.GRU, nn.RNN)
 """The recurrent layers of `mlx.nn`."""
 
 SCALARS = {bool, int, float, str, type(None)}
-"""Types of most attributes that hold no array. They are skipped first, to save time in every call of `stack`."""
+"""The types of most attributes that hold no array. Attributes of these types are skipped first, because the public
+function `stack` describes its layers in every call."""
 
 HARMLESS = {"op", "stepper", "train", "eval", "_extra_repr"}
 """The names that a subclass of a layer may redefine without changing what the layer computes."""
@@ -40,8 +40,8 @@ DEFAULTS: dict[str, list[Any]] = {
     name: [getattr(cell, name) for cell in (LSTMCell(), GRUCell()) if name in cell._fields]
     for name in (*LSTMCell._fields, *GRUCell._fields)
 } | {"reverse": [False], "go_backwards": [False], "activation": ["tanh"]}
-"""Attributes that change the formula of a layer, by name, with the values that change nothing. An object of an unknown
-class must have no other value: its arrays alone would give wrong numbers."""
+"""Attributes that change the formula of a layer, by name, each with its default values, which change nothing. An object
+of an unknown class may have these values only: with another value the arrays alone would give wrong results."""
 
 
 class Description(NamedTuple):
@@ -68,13 +68,15 @@ class Description(NamedTuple):
 
 
 def describe(op: str, name: str, layer: Any) -> Description:
-    """Return what a layer is: a module of any package, another object with arrays as attributes, or a dict of arrays.
+    """Return the description of a layer: of a module of any package, of another object with arrays as attributes, or of
+    a dict of arrays.
 
     Raise ValueError for a subclass that changes how its layer computes, and for an attribute that changes the formula,
     such as `forget_bias`. op, name: the public function, and what its error texts call the layer.
     """
     known = class_of(op, name, layer)
     attributes: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
+    check_keys(op, attributes)
     arrays: dict[str, Any] = {}
     others: dict[str, str] = {}
     for key, value in attributes.items():
@@ -84,25 +86,32 @@ def describe(op: str, name: str, layer: Any) -> Description:
             arrays[key] = value
         elif isinstance(value, (dict, list, tuple, set)) and holds_arrays(value):
             others[key] = "module" if isinstance(value, nn.Module) else type(value).__name__
-    # Nothing says what an object of an unknown class (known is None) computes. So its attributes must not change the
-    # formula: `DEFAULTS` has those that could, with the values that change nothing.
+    # The class of an unknown object (known is None) does not say what the object computes. So its attributes must not
+    # change the formula: `DEFAULTS` has the attributes that could, and their values that change nothing.
     for key in DEFAULTS.keys() & attributes.keys() if known is None else ():
         check_default(op, f"{name}.{key}", key, attributes[key])
-    # nonlinearity: that of a plain RNN, a name or a function of MLX; act: its name, or None.
+    # nonlinearity: the activation of a plain RNN, a name or a function of MLX, or None; act: its name, or None.
     nonlinearity = attributes["nonlinearity"] if "nonlinearity" in attributes else getattr(layer, "nonlinearity", None)
     act = activation_of(nonlinearity, op) if callable(nonlinearity) else nonlinearity
-    # Dropout acts between layers, so an object with one layer does not drop. An object that does not say how many
-    # layers it has may drop, so it counts as one with two.
+    # Dropout acts between layers, so an object with one layer does not apply it. An object without `num_layers` may
+    # have several layers, so it counts as an object with two.
     dropout, layers = attributes.get("dropout"), attributes.get("num_layers", 2)
     training = getattr(layer, "training", True)
     drops = training and isinstance(dropout, (int, float)) and dropout > 0 and layers != 1
     return Description(known, arrays, others, act, training, drops)
 
 
-def is_private(key: object) -> bool:
+def check_keys(op: str, arrays: Mapping[Any, Any]) -> None:
+    """Raise ValueError unless all keys of a dict of arrays are texts."""
+    for key in arrays:
+        if not isinstance(key, str):
+            fail(op, "the keys of arrays must be texts", repr(key))
+
+
+def is_private(key: str) -> bool:
     """Return whether the name of an attribute begins with an underscore. As in MLX, such an attribute is no
     parameter."""
-    return isinstance(key, str) and key[:1] == "_"
+    return key[:1] == "_"
 
 
 def class_of(op: str, name: str, layer: object) -> type | None:
@@ -113,9 +122,9 @@ def class_of(op: str, name: str, layer: object) -> type | None:
     known = next((base for base in kind.__mro__ if is_known(base)), None)
     if known is None or known is kind:
         return known
-    # The layer's class derives from `known`. methods: those of `known` and its bases below mlx.nn.Module, which the
-    # derived classes may not redefine. Allowed are those in HARMLESS, which compute nothing, and methods such as
-    # `__init__`, except `__call__`.
+    # The layer's class derives from `known`. methods: the methods of `known` and of its bases below mlx.nn.Module. A
+    # derived class may not redefine them, except those in HARMLESS, which compute nothing, and special methods such as
+    # `__init__`, but not `__call__`.
     methods = {word for base in known.__mro__ if base not in nn.Module.__mro__ for word in vars(base)}
     for base in kind.__mro__[: kind.__mro__.index(known)]:
         for word in vars(base):
@@ -127,7 +136,8 @@ def class_of(op: str, name: str, layer: object) -> type | None:
 
 
 def is_known(kind: type) -> bool:
-    """Return whether a class is a recurrent layer of `mlx.nn`, or one of this package, which has its name in `op`."""
+    """Return whether a class is a recurrent layer of `mlx.nn`, or of this package, whose layers have an attribute
+    `op`."""
     return kind in OF_MLX or ("op" in vars(kind) and kind.__module__.partition(".")[0] == "mlx_lstm")
 
 
@@ -143,13 +153,13 @@ def holds_arrays(value: Any, seen: frozenset[int] = frozenset()) -> bool:
 
 
 def check_default(op: str, name: str, key: str, value: Any) -> None:
-    """Raise ValueError unless an attribute of an object of an unknown class has a value that changes nothing, that is
-    one in `DEFAULTS`, or None. name: what the error text calls the attribute; key: its name in `DEFAULTS`."""
+    """Raise ValueError if an attribute would change the formula of an object of an unknown class. Allowed are None and
+    the values in `DEFAULTS`. name: the attribute's name in the error text; key: its name in `DEFAULTS`."""
     if key == "activation" and callable(value):  # a function of MLX: take its name
         value = next((word for function, word in NONLINEARITIES.items() if value is function), value)
     value = tuple(value) if isinstance(value, list) else value  # as JSON writes a tuple
     allowed = [None, *DEFAULTS[key]]
-    # The type test keeps out arrays, whose == gives an array, and 1, which equals True.
+    # The test of the type excludes arrays, whose == returns an array, and the number 1, which equals True.
     if not any(value is one or (isinstance(value, type(one)) and value == one) for one in allowed):
         shown = ", ".join(map(repr, DEFAULTS[key]))
         fail(op, f"{name} must be {shown}, as only the arrays of the object are read,", repr(value))
@@ -158,7 +168,7 @@ def check_default(op: str, name: str, key: str, value: Any) -> None:
 def activation_of(nonlinearity: object, op: str = "nn.RNN") -> str:
     """Return the name that `mlx_lstm.rnn` uses for a nonlinearity, which is a function of MLX such as `nn.tanh`.
     Raise ValueError for any other function, with `op` at the beginning of its text."""
-    # `NONLINEARITIES` maps functions to names. Compare one by one, since a module such as nn.Tanh() is not hashable.
+    # Compare one by one instead of looking up: a module such as nn.Tanh() is not hashable, so it cannot be a dict key.
     for function, name in NONLINEARITIES.items():
         if nonlinearity is function:
             return name

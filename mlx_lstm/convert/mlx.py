@@ -2,11 +2,11 @@
 back.
 
 In `Weights` one direction's arrays are Wx, Wh, the biases bx and bh of their products, Wp (a projection) and peephole,
-in the gate order i, f, g, o or r, z, n (`OURS`); these names are called words. MLX and the functions have a single bias
-b, which is their sum, and for a GRU bhn, the recurrent bias of the candidate n. A way is a direction, 0 forward or 1
-reverse. cell: the formula of a layer with its options; cell.op is "lstm", "gru" or "rnn". `CELLS` has the class of cell
-by this name, `OF_GATES` this name by the number of gates. op: the public function that error texts begin with;
-`fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+in the gate order i, f, g, o or r, z, n (`OURS`). These names are called words. MLX and the functions of this package
+have a single bias b instead, the sum of bx and bh, and for a GRU also bhn, the recurrent bias of the candidate n. A way
+is a direction, 0 forward or 1 reverse. cell.op is "lstm", "gru" or "rnn"; `CELLS` has the class of cell by this name,
+`OF_GATES` this name by the number of gates. op is the public function with which error texts begin; `fail(op, rule,
+got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ NAMES = {
     "gru": {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"},
     "rnn": {"Wxh": "Wx", "Whh": "Wh", "bias": "b"},
 }
-"""For each cell the names of the parameters in MLX's layers, and for each one that of the argument of `mlx_lstm.lstm`,
+"""For each cell the names of the parameters in MLX's layers, each with the name of the argument of `mlx_lstm.lstm`,
 `gru` or `rnn`. Both matrices come first."""
 
 FORMAT = Format(nonlinearity=("tanh", "relu", "sigmoid"), reverse=True)
@@ -86,34 +86,35 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
         check_option(op, "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
     if not ways[0] or len({len(way) for way in ways}) > 1:
         fail(op, "layers and reverse must be as many, at least one", [len(way) for way in ways])
-    # weights: for each layer a list of the arrays of each direction. acts: the activations of all layers. cell and
-    # names (a row of `NAMES`) are those of the first layer, set below.
+    # weights: for each layer a list of the arrays of each direction. acts: the activations of all layers. cell: the
+    # cell of the first layer, which all layers must have; names: its row of `NAMES`.
     names, cell, weights, acts = NAMES["lstm"], None, [], []
     for n, directions in enumerate(zip(*ways, strict=True)):
         weights.append([])
         for title, layer in zip(("layers", "reverse"), directions, strict=False):
             parameters, act = arrays_of(op, f"{title}[{n}]", layer)
             acts.append(act or nonlinearity or "tanh")
-            if cell is None:  # the first layer: the shape of its Wh tells the cell, which all layers must have
+            if cell is None:  # the first layer, whose Wh shows the cell by its shape
                 matrix = next((key for key in ("Wh", "Whh") if key in parameters), None)
                 if matrix is None:
                     fail(op, f"{title}[{n}] must hold Wh or Whh", sorted(parameters) or type(layer).__name__)
                 cell = CELLS[OF_GATES[gates_of(op, {"Wh": parameters[matrix]}, f"{title}[{n}].{matrix}")]]()
                 names = NAMES[cell.op]
-            # A layer must have both matrices, no unknown array and, if it is a GRU with b, also bhn.
+            # A layer must have both matrices and no unknown array. A GRU with b must also have bhn.
             for key in [*parameters, *list(names)[:2], *(["bhn"] if "b" in parameters and "bhn" in names else [])]:
                 if (key in parameters) != (key in names):
                     why = " (no format holds layer normalisation)" if "norm_scale" in parameters else ""
                     fail(op, f"{title}[{n}] must hold {', '.join(names)}{why}", sorted(parameters))
             words = {names[key]: array for key, array in parameters.items()}
             matrices = {word: words[word] for word in ("Wx", "Wh")}
-            weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))  # b, bhn as bx, bh
+            # `from_one_bias` converts b and bhn to bx and bh.
+            weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
     assert cell is not None
     if cell.op == "rnn":
         if len(given := {*acts, nonlinearity or acts[0]}) > 1:
             fail(op, "nonlinearity must be the same for all layers", ", ".join(map(repr, sorted(given))))
         cell = RNNCell(acts[0])
-    # theirs: MLX's names of the arrays in `Weights`, for error texts. bx is MLX's single bias, bh holds bhn.
+    # theirs: MLX's name by our name of an array, for error texts. bx is called like MLX's single bias, bh like bhn.
     theirs = {ours: key for key, ours in names.items()} | {
         "bx": next(key for key, ours in names.items() if ours == "b")
     }
@@ -124,13 +125,13 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
 
 
 def arrays_of(op: str, name: str, layer: Any) -> tuple[Arrays, str | None]:
-    """Return the arrays of a layer of `mlx.nn` or `mlx_lstm.nn`, of a module with such arrays, or of a dict, by their
-    names there; and the nonlinearity of a plain RNN, or None if the layer does not say. Anything else has no arrays.
-    name: what error texts call the layer, such as "layers[0]"."""
+    """Return (arrays, nonlinearity) of a layer of `mlx.nn` or `mlx_lstm.nn`, of another module with such arrays, or of
+    a dict. arrays: by the names that they have there; {} for any other object. nonlinearity: the activation of a plain
+    RNN, or None if the layer does not name it. name: the layer's name in error texts, such as "layers[0]"."""
     if not isinstance(layer, (Mapping, nn.Module)):
         return {}, None
-    # found.known: the layer's class, if it is one of MLX or this package, else None; found.others: attributes that hold
-    # arrays in a list or a dict. `OF_MLX` and `OPS` have the classes that can be converted.
+    # found.known: the layer's class if it is a class of MLX or of this package, else None. found.others: attributes
+    # that hold arrays in a list or a dict. `OF_MLX` and `OPS` list the classes that can be converted.
     found = describe(op, name, layer if isinstance(layer, nn.Module) else dict(layer))
     if found.known not in (None, *OF_MLX) and getattr(found.known, "op", "") not in OPS:
         advice = ": layer.dequantize() returns one," if hasattr(layer, "dequantize") else ""
@@ -168,8 +169,8 @@ def to_mlx(weights: Weights) -> list[list[Arrays]]:
 
 
 def by_names(weights: Weights) -> list[list[Arrays]]:
-    """Return the arrays of each layer and direction by MLX's names, as `to_mlx` does, also of layers in reverse: a file
-    tells that beside the arrays."""
+    """Return the arrays of each layer and direction by MLX's names. Unlike `to_mlx` this function also takes layers
+    that run in reverse, because a file stores this option in its metadata."""
     weights = as_stored("to_mlx", weights, FORMAT)  # refuses options that MLX's layers do not have
     names = NAMES[weights.cell.op].items()  # (MLX's name, ours)
     with_b = weights.map(lambda arrays: arrays | one_bias(weights.cell, arrays))  # adds b and maybe bhn
@@ -199,7 +200,7 @@ def from_ops(
         >>> list(convert.to_torch(convert.from_ops("lstm", [arrays], gate_order="igfo")))
         ['weight_ih_l0', 'weight_hh_l0', 'bias_ih_l0', 'bias_hh_l0']
     """
-    name = "from_ops"  # with which error texts begin; `op`, the user's argument, is the kind of cell here
+    name = "from_ops"  # error texts begin with it; here `op` is the user's argument, a kind of cell
     check_option(name, "op", op, tuple(CELLS))
     check_flag(name, "bidirectional", bidirectional)
     check_flag(name, "reverse", reverse)
@@ -215,7 +216,7 @@ def from_ops(
         if not {"Wx", "Wh"} <= words.keys() <= set(allowed):
             fail(name, f"layers[{n}] must hold Wx, Wh and maybe {', '.join(allowed[2:])}", sorted(words))
         check_array(name, f"layers[{n}]: Wh", words["Wh"], ["2", "rows", "P"] if bidirectional else ["rows", "P"])
-        # H: the number of units. All shapes are checked here, as the rows are moved below.
+        # H: the number of units. Check all shapes before the rows of the arrays are reordered.
         H = words["Wh"].shape[-2] // len(order)
         shapes = weight_shapes(len(order), ("I", H, "P"), 1 + bidirectional)
         for key, array in words.items():
@@ -226,7 +227,8 @@ def from_ops(
         directions = []
         for arrays_of_way in ways:
             b, bhn = (arrays_of_way.pop(key, None) for key in ("b", "bhn"))
-            # `rows_reordered` knows the names of `Weights`, in which b is bx. bhn belongs to one gate: it has no order.
+            # `rows_reordered` takes arrays by their names in `Weights`, where b is called bx. bhn has rows for one gate
+            # only, so it needs no reordering.
             reordered = rows_reordered(arrays_of_way | ({} if b is None else {"bx": b}), order, OURS[op])
             directions.append(reordered | from_one_bias(reordered.pop("bx", None), bhn))
         weights.append(directions)

@@ -1,11 +1,10 @@
 """Convert weights between the arguments of MPSGraph's ops and `Weights`.
 
 An op of MPSGraph (Apple's framework) gets arrays and a descriptor, an object whose properties are the options of the
-cell. Apple's names of the arrays: input_weight, recurrent_weight, bias, secondary_bias (the recurrent bias of a GRU's
-candidate) and peephole; `WORDS` has the names that `mlx_lstm.lstm` and `gru` use: Wx, Wh, b, bhn, peephole. `MPSGRAPH`
-has Apple's gate orders by kind ("lstm", "gru", "rnn", also cell.op), `OURS` that of `Weights`, `PROPERTIES` the
-descriptor's properties that name activations, `ACTIVATIONS` Apple's names of activations and ours. op: the public
-function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+cell. Apple calls the arrays input_weight, recurrent_weight, bias, secondary_bias (the recurrent bias of a GRU's
+candidate) and peephole; `WORDS` has the names of `mlx_lstm.lstm` and `gru`: Wx, Wh, b, bhn, peephole. `MPSGRAPH` has
+Apple's gate orders by the kind of cell ("lstm", "gru" or "rnn"), `OURS` the gate order of `Weights`. op is the public
+function with which error texts begin; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,8 @@ from .weights import MPSGRAPH, OURS, Format, Weights, as_stored, reorder
 ACTIVATIONS = {
     "none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid",
 }  # fmt: skip
-"""The names in Apple's enum MPSGraphRNNActivation, in its order, and the names that `mlx_lstm.lstm` uses."""
+"""The names of activations in Apple's enum MPSGraphRNNActivation, in its order, each with the name in
+`mlx_lstm.lstm`."""
 
 PROPERTIES = {
     "lstm": (*(f"{gate}_gate_activation" for gate in ("input", "forget", "cell", "output")), "activation"),
@@ -38,7 +38,8 @@ FORMAT = Format(options=True, nonlinearity=EVERY, reset=("after", "before"), rev
 """What the ops can store: options of an LSTM and a GRU, both values of reset, and the reverse direction."""
 
 HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
-"""The activation that Apple's hard_sigmoid stands for, by the option `hard_sigmoid`: its slope."""
+"""The activation that stands for Apple's hard_sigmoid, by the value of the option `hard_sigmoid`, the slope. Apple does
+not document the slope."""
 
 WORDS = {"input_weight": "Wx", "recurrent_weight": "Wh", "bias": "b", "secondary_bias": "bhn", "peephole": "peephole"}
 """Apple's names of the arrays, and the names in `mlx_lstm.lstm` and `gru`."""
@@ -81,9 +82,10 @@ def from_mpsgraph(
     kinds = {"LSTMDescriptor": "lstm", "GRUDescriptor": "gru", "SingleGateRNNDescriptor": "rnn"}
     check_option(op, "descriptor", type(descriptor).__name__, tuple(kinds))
     kind = kinds[type(descriptor).__name__]
-    activations = activation_names(op, descriptor, PROPERTIES[kind], hard_sigmoid)  # one for each of these properties
+    activations = activation_names(op, descriptor, PROPERTIES[kind], hard_sigmoid)  # in this order
     options: dict[str, Any] = {"activation": activations[0]} if kind == "rnn" else {"activations": activations}
-    # flag: the property that selects one of two gate orders in `MPSGRAPH`. A plain RNN has one gate, so any flag does.
+    # flag: the property that selects one of the two gate orders in `MPSGRAPH`. A plain RNN has one gate, so both orders
+    # are the same and any property will do.
     flag = getattr(descriptor, {"lstm": "forget_gate_last", "gru": "reset_gate_first", "rnn": "reverse"}[kind])
     if kind == "gru":
         options["reset"] = "after" if descriptor.reset_after else "before"
@@ -99,15 +101,16 @@ def from_mpsgraph(
     weights = from_ops(kind, calls, gate_order=MPSGRAPH[kind][flag], **options)  # the order (flag off, flag on)[flag]
     if kind != "gru" or not descriptor.flip_z:
         return weights
-    # `flipped` is exact for functions with f(-a) = 1 - f(a), which all sigmoids are. activations[1] is that of z.
+    # `flipped` is exact for activations f of z with f(-a) = 1 - f(a). Of the activations here these are the sigmoids.
     if "sigmoid" not in activations[1]:
         fail(op, "update_gate_activation must be a sigmoid with flip_z", repr(descriptor.update_gate_activation))
     return weights.map(flipped)
 
 
 def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
-    """Return the activations in a descriptor, under the names that `mlx_lstm.lstm` and `gru` use. names: the
-    descriptor's properties that name them. hard_sigmoid: which function Apple's hard_sigmoid is, "x/5" or "x/6"."""
+    """Return the activations that a descriptor names, by their names in `mlx_lstm.lstm` and `gru`. names: the
+    properties of the descriptor that hold activations. hard_sigmoid: the slope of Apple's hard_sigmoid, "x/5" or
+    "x/6"."""
     check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
     words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}  # Apple's names, and ours
     return tuple(words[getattr(descriptor, name)] for name in names)
@@ -147,19 +150,19 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
     for arrays in to_ops(weights):  # Wx, Wh, b, bhn, peephole of a layer; both directions are in one array
         arguments = {}
         for name, array in arrays.items():
-            # axis: that of the gates. bhn belongs to one gate, so it has no gate order.
+            # axis: the axis of the gates. bhn has rows for one gate only, so it is not reordered.
             axis = 1 if weights.directions == 2 and name in ("Wh", "peephole") else 0
-            # Where an array holds the rows of both directions, one below the other, each half is reordered separately.
+            # If an array holds the rows of both directions, one below the other, reorder each half separately.
             if name != "bhn" and weights.directions == 2 and axis == 0:
                 array = mx.concatenate([reorder(half, OURS[cell.op], order) for half in mx.split(array, 2)])
             elif name != "bhn":
                 array = reorder(array, OURS[cell.op], order, axis)
             arguments[names[name]] = array
         layers.append(arguments)
-    # default: the activations of a descriptor that names none; Apple's plain RNN has relu.
+    # default: the activations of a descriptor that does not set any; for Apple's plain RNN this is relu.
     default = {"lstm": LSTMCell().activations, "gru": GRUCell().activations, "rnn": ("relu",)}[cell.op]
     activations = cell.activations
-    # apple: Apple's name for each of ours. Apple has one hard_sigmoid, whose slope its texts do not give.
+    # apple: Apple's name of an activation by our name. Apple has a single hard_sigmoid and does not document its slope.
     apple = {ours: theirs for theirs, ours in ACTIVATIONS.items()} | {"hard_sigmoid_sixth": "hard_sigmoid"}
     triples = zip(PROPERTIES[cell.op], activations, default, strict=True)
     properties: dict[str, Any] = {name: apple[act] for name, act, usual in triples if act != usual}

@@ -1,15 +1,14 @@
 """Convert the weights of the ONNX nodes LSTM, GRU and RNN to `Weights` and back.
 
-A node has a type, arrays as inputs, and attributes (options by name). Its arrays: W [D, GH, I] the input's weights, R
-[D, GH, H] the recurrent weights, B [D, 2GH] both biases side by side, P [D, 3H] the peephole weights. D: directions, G:
-gates, H: units, I: input features. "This package" supports the options of `mlx_lstm.lstm`, `gru` and `rnn`.
+A node has a type, arrays as inputs, and attributes (options by name). The arrays are W [D, GH, I] (input weights), R
+[D, GH, H] (recurrent weights), B [D, 2GH] (both biases side by side) and P [D, 3H] (peephole weights), for D
+directions, G gates, H units and I input features.
 
-In `Weights` one direction's arrays are Wx, Wh, bx, bh and peephole, in the gate order of `OURS`. kind: "lstm", "gru" or
-"rnn", also cell.op. cell.activations: those of i, f, g, o and the output of an LSTM, of r, z, n of a GRU. Tables: `OPS`
-has the kind by a node's type, `ORDERS` ONNX' gate order by kind, `GATES` the number of gates, `PEEPHOLES` the gates of
-P, `DIRECTIONS` the values of the attribute direction, `DEFAULTS` and `ACTIVATIONS` ONNX' activations. op: the public
-function that error texts begin with. `check_array(op, name, array, shape)` raises a ValueError for a wrong shape, in
-which a text such as "I" stands for any size; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+In `Weights` one direction's arrays are Wx, Wh, bx, bh and peephole, in the gate order `OURS`. The kind of a cell is
+"lstm", "gru" or "rnn". cell.activations has the activations of i, f, g, o and the output of an LSTM, of r, z, n of a
+GRU. op is the public function with which error texts begin. `check_array(op, name, array, shape)` raises a ValueError
+for a wrong shape; a text such as "I" in the shape stands for any size. `fail(op, rule, got)` raises the ValueError
+"[op] rule but got ...".
 """
 
 from collections.abc import Mapping
@@ -43,13 +42,14 @@ GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 """The number of gates of each cell."""
 
 PEEPHOLES = "iof"
-"""The gates with peephole weights, in the order of P."""
+"""The gates that have peephole weights in ONNX, in the order of the array P."""
 
 DIRECTIONS = ("forward", "reverse", "bidirectional")
 """The values of the attribute `direction`."""
 
 DEFAULTS = {"lstm": ("Sigmoid", "Tanh", "Tanh"), "gru": ("Sigmoid", "Tanh"), "rnn": ("Tanh",)}
-"""ONNX' default activations for one direction, in ONNX' order. For an LSTM: gates, candidate, output."""
+"""ONNX' default activations of one direction, in ONNX' order: for an LSTM of the gates i, f and o, of the candidate, of
+the output; for a GRU of the gates r and z, of the candidate."""
 
 ACTIVATIONS = {
     "identity": ("Affine", 1.0, 0.0),
@@ -59,13 +59,14 @@ ACTIVATIONS = {
     "hard_sigmoid": ("HardSigmoid", 0.2, 0.5),
     "hard_sigmoid_sixth": ("HardSigmoid", 1 / 6, 0.5),
 }
-"""This package's names of activations, and for each one ONNX' name, alpha and beta."""
+"""ONNX' name, alpha and beta by our name of an activation; None: the activation has no such parameter."""
 
 ORDERS = {"lstm": "iofg", "gru": "zrn", "rnn": "h"}
 """The gate order of each cell in ONNX, in our letters: ONNX calls g c, and n h."""
 
 FORMAT = Format(ORDERS, options=True, nonlinearity=tuple(ACTIVATIONS), reset=("after", "before"), reverse=True)
-"""What ONNX' nodes can store. `to_onnx` refuses a clip and the peephole of an old c, which `Format` does not tell."""
+"""What ONNX' nodes can store. `Format` has no field for a clip and for a peephole that reads the old c; `to_onnx`
+refuses both."""
 
 
 def from_onnx(
@@ -84,7 +85,8 @@ def from_onnx(
             `layout` has no effect on the weights.
 
     Returns:
-        Weights: of one layer. With `linear_before_reset=0`, ONNX' default, a GRU resets before the product.
+        Weights: of one layer. With `linear_before_reset=0`, ONNX' default, the reset gate of a GRU multiplies h before
+            the recurrent product.
 
     Example:
         >>> import mlx.core as mx
@@ -96,14 +98,14 @@ def from_onnx(
     """
     if not isinstance(attributes, Mapping | None):
         fail("from_onnx", "attributes must be a dict", type(attributes).__name__)
-    # The last argument returns what an error text calls the array W, R, B or P: here just that letter.
+    # The last argument: error texts call the arrays by their letters, W, R, B and P.
     return from_node("from_onnx", op_type, {"W": W, "R": R, "B": B, "P": P}, attributes or {}, lambda letter: letter)
 
 
 def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
-    """Return the weights of an ONNX node. op: the public function that error texts begin with. op_type: "LSTM", "GRU"
-    or "RNN". inputs: by letter the arrays W, R and maybe B and P, or None. attributes: the node's options by name.
-    name: a function from W, R, B, P to what an error text calls the array."""
+    """Return the weights of an ONNX node. op: the public function with which error texts begin. op_type: "LSTM", "GRU"
+    or "RNN". inputs: the arrays W, R, B and P by letter, where B and P may be None or missing. attributes: the node's
+    options by name. name: a function that returns an array's name in error texts for its letter."""
     check_option(op, "op_type", op_type, tuple(OPS))
     kind = OPS[op_type]  # "lstm", "gru" or "rnn"
     arrays = {letter: to_mlx(array) for letter, array in inputs.items() if array is not None}
@@ -113,7 +115,7 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
     check_option(op, "direction", direction, DIRECTIONS)
     D, G = 2 if direction == "bidirectional" else 1, GATES[kind]
     cell = cell_of_node(op, kind, options, D)
-    check_array(op, name("R"), arrays.get("R"), [D, f"{G}H", "H"])  # texts: any sizes
+    check_array(op, name("R"), arrays.get("R"), [D, f"{G}H", "H"])  # a text is any size
     H = arrays["R"].shape[2]
     for letter, columns in (("R", H), ("W", "I")):
         check_array(op, name(letter), arrays.get(letter), [D, G * H, columns])
@@ -123,9 +125,8 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
             f"{name('R')} must have shape [{D}, {G}H, H], where H is the node's hidden_size",
             list(arrays["R"].shape),
         )
-    # `layout` says whether the batch comes first in x, which does not change the weights. `direction`, `hidden_size`
-    # and the attributes that `cell_of_node` read are removed by now. So what is left is an option that this package
-    # does not support.
+    # `layout` says whether the batch comes first in x, which does not change the weights. All other attributes that
+    # this package supports have been read and removed. So any attribute that is left is not supported.
     options.pop("layout", None)
     if options:
         fail(op, f"the attributes of {op_type} must be those that this package supports", ", ".join(sorted(options)))
@@ -141,7 +142,7 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
             parts = dict(zip(PEEPHOLES, mx.split(arrays["P"][way], 3), strict=True))  # by gate: i, o, f
             words["peephole"] = from_peepholes(**parts)
         layer.append(words)
-    # The last argument of `checked` names an array in error texts: word is its name in `Weights`, such as "Wx".
+    # The last argument returns an array's name in error texts; word is its name in `Weights`, such as "Wx".
     titles = {"Wx": "W", "Wh": "R"}
     return checked(
         op, Weights(cell, [layer], direction == "reverse"), lambda layer, way, word: name(titles.get(word, "B"))
@@ -156,14 +157,15 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell
             fail(op, f"{name} must be absent, as this package has no such option,", "it")
     names = taken(op, attributes, "activations", "names", (str, bytes))
     names = [each.decode() if isinstance(each, bytes) else each for each in names] or list(DEFAULTS[kind] * D)
-    # alphas, betas: the parameters of those activations that have any, in the order of `names`.
+    # alphas, betas: the parameters of the activations, in the order of `names`, without entries for activations that
+    # have no parameters.
     alphas, betas = (taken(op, attributes, f"activation_{name}", "numbers", Real) for name in ("alpha", "beta"))
     acts = []  # the activations, by the names in this package
     for name in names:
         alpha, beta = None, None
         if name.lower() in ("hardsigmoid", "affine"):
-            # ONNX' defaults for HardSigmoid. It names none for Affine, which is then refused below: none of
-            # `ACTIVATIONS` is an Affine of these numbers.
+            # The defaults 0.2 and 0.5 are those of HardSigmoid. ONNX has no defaults for Affine; an Affine with these
+            # numbers is refused below, because it is not in `ACTIVATIONS`.
             alpha = alphas.pop(0) if alphas else 0.2
             beta = betas.pop(0) if betas else 0.5
         # `ACTIVATIONS` has for each of our names (ONNX' name, alpha, beta).
@@ -184,8 +186,8 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell
 
 
 def taken(op: str, attributes: dict[str, Any], name: str, words: str, kind: Any) -> list[Any]:
-    """Remove the attribute `name`, a list of objects of the class `kind`, from a node's attributes, and return it; an
-    empty list if there is none. words: what an error text calls these objects."""
+    """Remove the attribute `name`, a list, from a node's attributes, and return it; return [] if it is missing. Raise
+    ValueError if its entries are not of the class `kind`; `words` describes this class in the error text."""
     value = attributes.pop(name, [])
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, kind) for each in value):
         fail(op, f"{name} must be a list of {words}", repr(value))
@@ -193,8 +195,8 @@ def taken(op: str, attributes: dict[str, Any], name: str, words: str, kind: Any)
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Return whether two activations (name, alpha, beta) are equal. Alpha and beta may differ by a rounding error,
-    since ONNX stores float32; None: the activation has none."""
+    """Return whether two activations (name, alpha, beta) are equal. alpha and beta may be None. They may differ by a
+    rounding error, because ONNX stores them in float32."""
     pairs = zip(one[1:], other[1:], strict=True)
     near = (a == b or (a is not None and b is not None and abs(a - b) < 1e-7) for a, b in pairs)
     return one[0].lower() == other[0].lower() and all(near)
@@ -207,7 +209,8 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
         ValueError: ONNX' nodes have no place for an option of the cell: a projection, a clipped cell.
     """
     op = "to_onnx"
-    # `as_stored` refuses options that `FORMAT` does not list, such as a projection. A node has P for both directions.
+    # `as_stored` refuses options that `FORMAT` does not list, such as a projection. `evened` adds zeros if only one
+    # direction has an array, because a node has arrays of both directions.
     weights = evened(as_stored(op, weights, FORMAT))
     cell = weights.cell
     attributes: dict[str, Any] = {"hidden_size": weights.hidden_size}
@@ -216,12 +219,12 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
     if cell.reset:  # "after" or "before" in a GRU, else ""
         attributes["linear_before_reset"] = int(cell.reset == "after")
     attributes |= activation_attributes(op, cell, weights.directions)
-    if cell.cell_clip or cell.output_peephole == "previous":  # None and "" in cells without these options
+    if cell.cell_clip or cell.output_peephole == "previous":  # other cells have None and ""
         fail(op, "cell_clip and output_peephole must be the default, as ONNX has no place for others,", cell)
     op_type = next(name for name, kind in OPS.items() if kind == cell.op)
     nodes = []
     for layer in weights.layers:
-        # directions: W, R, B, P of each direction; a node has them in one array with a first axis of D directions.
+        # directions: W, R, B, P of each direction. In a node the first axis of an array is the direction.
         directions = [node_arrays(op, cell.op, arrays, weights.has_bias) for arrays in layer]
         nodes.append(
             (
@@ -237,10 +240,10 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
     """Return the attributes of an ONNX node that name the cell's activations; an empty dict if they are the defaults.
     D: the number of directions, for each of which ONNX lists the activations."""
     acts = cell.activations
-    # ONNX has fewer activations: one for the gates of an LSTM or GRU, one for the candidate, one for an LSTM's output.
-    # acts is (i, f, g, o, output), (r, z, n) or one, so take the first, the third and the fifth.
+    # ONNX has one activation for all gates, one for the candidate and, for an LSTM, one for the output. acts has the
+    # activations of (i, f, g, o, output), (r, z, n) or a plain RNN, so take the first, the third and the fifth.
     chosen = [acts[0], *acts[2::2]]
-    # What the cell's activations must be: (r, r, n) in a GRU, (i, i, g, i, output) in an LSTM.
+    # All gates must have the same activation: acts must be (r, r, n) in a GRU, (i, i, g, i, output) in an LSTM.
     if len(chosen) > 1 and acts != (chosen[0], chosen[0], chosen[1], chosen[0], chosen[-1])[: len(acts)]:
         which = "both" if cell.op == "gru" else "all"
         fail(op, f"activations must be the same for {which} gates, as ONNX has them,", acts)
@@ -254,14 +257,15 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
 
 
 def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
-    """Return one direction's arrays in ONNX' gate order: W, R and maybe B and P. kind: "lstm", "gru" or "rnn". arrays:
-    those of `Weights`. use_bias: whether the node has B, in which a missing bias is zeros."""
+    """Return one direction's arrays W, R and maybe B and P, in ONNX' gate order. kind: "lstm", "gru" or "rnn". arrays:
+    the direction's arrays in `Weights`. use_bias: whether the node has B; a missing bias then becomes zeros."""
     ours, theirs = OURS[kind], ORDERS[kind]  # gate orders such as "ifgo"
     inputs = {"W": reorder(arrays["Wx"], ours, theirs), "R": reorder(arrays["Wh"], ours, theirs)}
     if use_bias:
         inputs["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
     if "peephole" in arrays:
-        # By gate. A peephole of the candidate is an error, "which ONNX does not let peep".
+        # parts: the peephole weights by gate. The last argument completes the error text for a peephole of the
+        # candidate.
         parts = peepholes(op, arrays, "ONNX does not")
         inputs["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
     return inputs

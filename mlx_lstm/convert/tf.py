@@ -1,14 +1,13 @@
 """Convert weights between the arguments of TensorFlow's block ops and `Weights`.
 
-w [I + H, 4H] is the input's and the recurrent weight, one below the other, transposed as compared with `Weights`, whose
-arrays are Wx [4H, I] and Wh [4H, H]; b is its bias bx. I: input features, H: units. TensorFlow calls the gate g c, and
-in a GRU r, z, n are r, u, c. `TF` has its gate orders of an LSTM in our letters, `OURS` the order of `Weights`, and
-`PEEPHOLES` TensorFlow's name of the peephole of each gate. op: the public function that error texts begin with;
-`fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+TensorFlow's weight w [I + H, 4H] contains the transposed input weight (Wx [4H, I] in `Weights`) and, below it, the
+transposed recurrent weight (Wh [4H, H]), for I input features and H units. TensorFlow's b is the bias bx of `Weights`.
+TensorFlow calls an LSTM's gate g c, and a GRU's gates r, z, n r, u, c. `TF` has its gate orders of an LSTM in our
+letters, `OURS` the order of `Weights`.
 
-Weights(cell, layers): layers[layer][direction] is a dict of arrays, so [[arrays]] is one layer of one direction.
-checked(op, weights, title) returns the weights after checking their shapes; title(layer, way, word) returns what an
-error text calls an array, from the numbers of its layer and direction and its name in `Weights`.
+Weights(cell, [[arrays]]) is one layer of one direction. checked(op, weights, title) checks the shapes and returns the
+weights; title(layer, way, word) returns the name of an array in error texts. op is the public function with which error
+texts begin; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from typing import Any
@@ -111,7 +110,7 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
         fail(op, "clip_gradient must be 'through', as in the block ops,", repr(cell.clip_gradient))
     arrays = weights.layers[0][0]
     w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])
-    # OURS["lstm"] is our gate order, TF[order] TensorFlow's in our letters. `whole_bias` is the sum of both biases.
+    # Move the gates from our order to TensorFlow's. `whole_bias` returns the sum of both biases.
     arguments: dict[str, Any] = {
         "w": reorder(w, OURS["lstm"], TF[order], axis=-1),
         "b": reorder(whole_bias(cell, arrays), OURS["lstm"], TF[order]),
@@ -119,7 +118,7 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
     if "peephole" in arrays:
         if cell.output_peephole != "current":
             fail(op, "output_peephole must be 'current', as in the block ops,", repr(cell.output_peephole))
-        parts = peepholes(op, arrays, "the ops do not")  # by gate; the text is for a candidate with a peephole
+        parts = peepholes(op, arrays, "the ops do not")  # by gate; the text completes an error
         arguments |= {name: parts[gate] for gate, name in PEEPHOLES.items()}
     return arguments | {"forget_bias": cell.forget_bias, "cell_clip": cell.cell_clip}
 
@@ -138,7 +137,7 @@ def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
     check_array(op, "w_c", w_c, ["I + H", H])
     check_array(op, "w_ru", w_ru, [w_c.shape[0], 2 * H])
     check_array(op, "b_ru", b_ru, [2 * H])
-    # The columns are in the order r, u, c, which is that of `Weights`; the last H rows belong to h.
+    # The columns of w are in the gate order of `Weights`, r, z, n (r, u, c in TensorFlow). The last H rows belong to h.
     w = mx.concatenate([w_ru, w_c], axis=1)
     arrays = {"Wx": w[:-H].T, "Wh": w[-H:].T, "bx": mx.concatenate([b_ru, b_c])}
     # Check the shapes of this layer. In error texts each array has its name in `Weights`, such as "Wx".

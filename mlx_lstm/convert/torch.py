@@ -1,12 +1,11 @@
 """Convert the parameters of torch's layers to `Weights` and back.
 
-torch calls an array weight_ih_l0_reverse: its leaf (weight_ih), the layer's number, and the direction. In `Weights` it
-is Wx of layer 0 and direction 1. K: layers, k is the number of one. D: directions; a way is the number of one: 0
-forward, 1 reverse. H: units, P: the width of a projected h. word: an array's name in `Weights`: Wx, Wh, bx, bh, Wp (a
-projection). Tables: `NAMES` has the word by leaf, `KEYS` the leaf by word, `WAYS` the end of a name by way, `OF_GATES`
-the kind of cell ("lstm", "gru", "rnn") by the number of gates. title: a function (layer, way, word) that returns
-torch's name, for error texts. op: the public function that error texts begin with; `fail(op, rule, got)` raises the
-ValueError "[op] rule but got ...".
+torch's name of an array, such as weight_ih_l0_reverse, has three parts: the leaf (weight_ih), the layer's number, and
+the direction. The way of an array is the number of its direction: 0 forward, 1 reverse. The word of an array is its
+name in `Weights`: Wx, Wh, bx, bh or Wp (a projection). `NAMES` has the word by leaf, `KEYS` the leaf by word, and
+`OF_GATES` the kind of cell ("lstm", "gru", "rnn") by the number of gates. title is a function (layer, way, word) that
+returns an array's name for error texts. op is the public function with which error texts begin; `fail(op, rule, got)`
+raises the ValueError "[op] rule but got ...".
 """
 
 import re
@@ -34,10 +33,10 @@ from .weights import (
 )
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
-"""torch's names of arrays, in torch's order, and the names in `Weights`."""
+"""The leaves of torch's arrays, in torch's order, each with the array's name in `Weights`."""
 
 KEYS = {ours: theirs for theirs, ours in NAMES.items()}
-"""The names in `Weights`, and torch's names."""
+"""The leaf of torch's array by the array's name in `Weights`."""
 
 WAYS = ("", "_reverse")
 """The end of torch's name of an array, by direction."""
@@ -62,8 +61,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         Weights: the arrays as they are, in their dtypes.
 
     Raises:
-        ValueError: a key is missing or is no key of torch, a shape does not fit, or a class derived from a layer of
-            torch has its own `forward`.
+        ValueError: a key is missing or is no key of torch, a shape does not fit, or a layer of torch, or a class
+            derived from one, has its own `forward`.
 
     Example:
         >>> from mlx_lstm import convert, torch
@@ -88,7 +87,7 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         )
     check_prefix(op, whole, arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}  # by (layer, direction), the arrays by name
-    # The names of a cell have no layer and no direction. Then both groups of the pattern are empty.
+    # The arrays of a cell, such as LSTMCell, have no layer and no direction in their names: two empty groups match.
     is_cell = f"{prefix}weight_hh" in arrays
     ending = "()()" if is_cell else r"_l(\d+)(_reverse)?"
     for key in arrays:
@@ -108,25 +107,26 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
 
 
 def check_forward(op: str, layer: object) -> None:
-    """Raise ValueError for a class that derives from a layer of torch and has its own `forward`: its parameters do not
-    say what it computes. torch need not be installed: its classes are known by their module."""
+    """Raise ValueError for a layer whose class derives from a layer of torch and has its own `forward`, or for a layer
+    of torch with a `forward` of its own: its parameters do not say what it computes. torch's classes are recognised by
+    their module's name, so torch need not be installed."""
     own: Any = type(layer)
     base: Any = next((kind for kind in own.__mro__ if kind.__module__ == "torch.nn.modules.rnn"), None)
-    if base is not None and own.forward is not base.forward:
+    if base is not None and (own.forward is not base.forward or "forward" in vars(layer)):
         rule = f"the layer must compute what torch.nn.{base.__name__} computes: pass its state_dict() if it does,"
         fail(op, rule, f"{own.__name__}, which redefines forward")
 
 
 def check_prefix(op: str, whole: Mapping[str, Any], arrays: Mapping[str, Any], prefix: str) -> None:
-    """Raise ValueError with the prefixes of all layers in `whole` if `arrays`, the entries with this prefix, are not
-    those of a layer. whole: all entries, by key."""
-    # found: the prefixes of all layers, each once, as a dict without values to keep their order.
+    """Raise ValueError if the prefix does not select exactly one layer of a model; the error text lists the prefixes of
+    all layers. whole: all entries of the model, by key. arrays: the entries whose keys begin with the prefix."""
+    # found: the prefixes of all layers, each once: the keys of a dict, because a dict keeps their order.
     found = {key[: match.start()]: None for key in whole if (match := re.search(r"weight_ih(_l0)?$", key))}
     prefixes = ", ".join(repr(shown(name)) for name in found if name != prefix)
     if prefixes and prefix not in found:
         rule = f"prefix must be that of a layer: layers found: {prefixes}; pass prefix=,"
         fail(op, rule, repr(prefix))
-    # A key with a dot after the prefix is that of a deeper layer: the prefix selects several.
+    # A key with a dot after the prefix belongs to a layer inside, so the prefix selects several layers.
     if len(found) > 1 and any("." in key[len(prefix) :] for key in arrays):
         fail(
             op, f"prefix must select one layer: layers found: {', '.join(map(repr, map(shown, found)))},", repr(prefix)
@@ -141,17 +141,17 @@ def assembled(
     *,
     lenient: bool = False,
 ) -> Weights:
-    """Build the `Weights` of a stack from the dicts `parts[layer, direction]` of arrays, by the names in `Weights`. The
-    shape of Wh tells the number of gates, and so the cell.
+    """Build the `Weights` of a stack from its arrays: parts[layer, direction] is a dict of arrays by their names in
+    `Weights`. The number of gates, which follows from the shape of Wh, says which cell it is.
 
-    title: a function that returns the name of an array for error texts. options: values for `Weights.options`;
-    options that this cell does not have are ignored. lenient: accept that some layers lack a bias that others have, as
-    in files with the keys of MLX, whose layers have a bias each or none.
+    title: a function (layer, way, word) that returns the name of an array for error texts. options: options of the
+    cell by name; options that this cell does not have are ignored. lenient: accept a stack in which some layers have a
+    bias and others none, as MLX allows it.
     """
-    # K, D: one more than the greatest number of a layer, and of a direction.
+    # K, D: the number of layers and of directions: the largest number that occurs, plus one.
     K, D = (max((layer_and_way[n] for layer_and_way in parts), default=0) + 1 for n in range(2))
-    # needed: the words of arrays that every layer must have: both matrices, and what any layer has. Two biases come
-    # together.
+    # needed: the words of the arrays that every layer must have: both matrices, and each array that any layer has. If
+    # any layer has one of the biases, all layers need both.
     needed = {word for arrays in parts.values() for word in arrays} | {"Wx", "Wh"}
     needed |= {"bx", "bh"} if needed & {"bx", "bh"} else set()
     for layer_and_way in ((layer, way) for layer in range(K) for way in range(D)):
@@ -160,7 +160,7 @@ def assembled(
             if word in needed and word not in parts.get(layer_and_way, {}) and not may_lack:
                 fail(op, f"{title(*layer_and_way, word)} must be there", "no such key")
     kind = OF_GATES[gates_of(op, parts[0, 0], title(0, 0, "Wh"))]  # "lstm", "gru" or "rnn"
-    # foreign: options that this cell does not have, or that `Weights` stores in another place.
+    # foreign: options that this cell does not have, and the two options that concern the directions, not the cell.
     foreign = {
         "bidirectional",
         "reverse",
@@ -173,9 +173,10 @@ def assembled(
 
 
 def gates_of(op: str, arrays: Mapping[str, mx.array], name: str) -> int:
-    """Return the number of gates, which are blocks of H rows of Wh: 4, 3 or 1. Raise ValueError if no cell has this
-    number. arrays: those of one direction. name: what the error text calls Wh."""
-    # H is the number of columns of Wh or, with a projection, of Wp [P, H]. 0 rows: no matrix, so no number of gates.
+    """Return the number of gates, 4, 3 or 1, from the shape of Wh, which has a block of H rows for each gate. Raise
+    ValueError if no cell has this number of gates. arrays: the arrays of one direction. name: Wh's name in the error
+    text."""
+    # H is the number of columns of Wh or, with a projection, of Wp [P, H]. If Wh is no matrix, 0 rows cause the error.
     rows, H = arrays["Wh"].shape if arrays["Wh"].ndim == 2 else (0, 1)
     if "Wp" in arrays and arrays["Wp"].ndim == 2:
         H = arrays["Wp"].shape[1]
@@ -213,7 +214,7 @@ def by_names(op: str, weights: Weights, prefix: str = "") -> dict[str, mx.array]
     for k, layer in enumerate(weights.layers):
         for ending, arrays in zip(WAYS, layer, strict=False):  # ending: "" or "_reverse"
             if weights.has_bias:
-                bx, bh = two_biases(arrays)  # a missing one is zeros
+                bx, bh = two_biases(arrays)  # zeros for a missing bias
                 arrays = arrays | {"bx": bx, "bh": bh}
             parameters |= {
                 f"{prefix}{leaf}_l{k}{ending}": arrays[word] for leaf, word in NAMES.items() if word in arrays

@@ -1,16 +1,16 @@
 """The class `Weights`: a stack of recurrent layers in one form. All conversions between formats go through it. This
 module also has the gate orders of all formats.
 
-G: gates, H: units, I: input features, P: the width of h (H, or that of a projection), D: directions. GH rows are one
-block of H rows for each gate, in a gate order such as "ifgo". One direction's arrays are a dict by these names: Wx [GH,
-I], Wh [GH, P], the biases bx and bh [GH] of the two products, Wp [P, H] (a projection), peephole [4H]. In the functions
-of this package a single bias b [GH] takes the place of both; bhn [H] is the recurrent bias of a GRU's candidate n,
-which the reset gate multiplies. way: the number of a direction, 0 forward, 1 reverse.
+Sizes: G gates, H units, I input features, D directions; P is the size of h, which is H without a projection. GH rows
+are one block of H rows for each gate, in a gate order such as "ifgo". One direction's arrays are a dict with these
+names: Wx [GH, I], Wh [GH, P], the biases bx and bh [GH] of the two products, Wp [P, H] (a projection), peephole [4H].
+The functions of this package have a single bias b [GH] instead of bx and bh, and bhn [H], the recurrent bias of a GRU's
+candidate n, which the reset gate multiplies. A way is the number of a direction, 0 forward or 1 reverse.
 
-A cell (`engines.cells`) has the formula and its options: its fields are the options, cell.op is "lstm", "gru" or "rnn",
-cell.gates is G, and cell.reset is "after" or "before" (the product) in a GRU, else "". op: the public function's name,
-with which error texts begin: `fail(op, rule, got)` raises the ValueError "[op] rule but got ..."; `check_...` functions
-raise one, too. title: a function that returns what a format calls an array, for such texts.
+The fields of a cell are the options of its formula. cell.op is "lstm", "gru" or "rnn", cell.gates is G, and cell.reset
+says whether a GRU's reset gate acts "after" or "before" the recurrent product ("" in other cells). op is the public
+function with which error texts begin; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". title is a
+function that returns the name of an array in a format, for error texts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from ..engines.problem import Arrays
 from ..ground.budget import shown
 from ..ground.checks import FLOATS, check_array, check_limit, check_number, check_option, fail
 from ..recurrence import join_biases
-from .layers import class_of
+from .layers import check_keys, class_of
 
 CELLS: dict[str, type[Cell]] = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}
 """The class of each cell, by the name of the function of `mlx_lstm` that runs it."""
@@ -34,29 +34,31 @@ OF_GATES = {4: "lstm", 3: "gru", 1: "rnn"}
 """The name of the cell by its number of gates, each of which is a block of H rows of the weights."""
 
 OURS = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
-"""The gate order of each cell in `Weights`, torch, MLX and cuDNN (which calls it i, f, c, o and r, u, n). In a GRU r is
-the reset gate, z the update gate, n the candidate."""
+"""The gate order of each cell in `Weights`, torch, MLX and cuDNN (which has the letters i, f, c, o and r, u, n). In a
+GRU r is the reset gate, z the update gate, n the candidate."""
 
 TF = {"icfo": "igfo", "ifco": "ifgo"}
 """TensorFlow's gate orders of an LSTM, and the same orders in our letters: TensorFlow's c is g here."""
 
 MPSGRAPH = {"lstm": ("ifgo", "igfo"), "gru": ("zrn", "rzn"), "rnn": ("h", "h")}
-"""MPSGraph's gate orders: (flag off, flag on); the flag is `forget_gate_last` or `reset_gate_first`."""
+"""MPSGraph's gate orders of each cell, without and with the flag of the descriptor that changes the order: an LSTM's
+`forget_gate_last` or a GRU's `reset_gate_first`."""
 
 CHOICES = {"act": ACTIVATIONS, "reset": ("after", "before"), "output_peephole": ("current", "previous")}
 CHOICES |= {"flip_z": (False,), "gate_order": tuple(OURS.values())}
 CHOICES["clip_gradient"] = ("through", "zero")
-"""The cell options that have only a few allowed values, and these values."""
+"""The options of a cell that have only a few allowed values, each with these values."""
 
 LIMITS = ("cell_clip", "projection_clip")
 """The options that are limits of an LSTM's clips. A limit of 0 or less means no limit."""
 
 ROWS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
-"""One direction's arrays, and their number of rows: GH, for G gates of H units, or P, the width of a projected h."""
+"""The number of rows of each of one direction's arrays: GH for G gates of H units, or P, the size of a projected h."""
 
 
 class Format(NamedTuple):
-    """The facts of a format that decide which weights it can store. The module of each format has them as `FORMAT`.
+    """What a format can store. The module of each format has an object `FORMAT` of this class; `as_stored` checks
+    weights with it.
 
     orders: the gate order of each kind of cell. options: whether all options of an LSTM and a GRU are stored, such as
     activations, clip and peepholes. nonlinearity: the activations that a plain RNN may have. reset: the values of
@@ -85,8 +87,8 @@ class Weights(NamedTuple):
     `cell` has the formula and its options. The gate order is always i, f, g, o or r, z, n.
 
     `layers[layer][direction]` holds arrays by name, the forward direction first. `Wx` [GH, I] and `Wh` [GH, P] are
-    always there; P is the width of h, which is H without a projection. A layer may also have the biases `bx` [GH] of
-    the input's product and `bh` [GH] of the recurrent product, the projection `Wp` [P, H], and `peephole` [4H].
+    always there; P is the size of h, which is H without a projection. A layer may also have the biases `bx` [GH] of the
+    input's product and `bh` [GH] of the recurrent product, the projection `Wp` [P, H], and `peephole` [4H].
 
     `reverse`: the layers have one direction, which runs from the end to the start.
     """
@@ -115,7 +117,7 @@ class Weights(NamedTuple):
 
     @property
     def proj_size(self) -> int:
-        """Return the width of a projected h; 0 without a projection."""
+        """Return the size P of a projected h, or 0 without a projection."""
         return self.layers[0][0]["Wp"].shape[0] if "Wp" in self.layers[0][0] else 0
 
     @property
@@ -160,12 +162,13 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
             break
     if not isinstance(layer, Mapping):
         fail(op, rule, type(layer).__name__)
+    check_keys(op, layer)
     return {key: value for key, value in layer.items() if key.startswith(prefix)}
 
 
 def named_layer(module: Any, prefix: str) -> Any:
-    """Return the layer of a whole model that a prefix such as "encoder.lstm." names: its attributes are the options
-    that no array shows. With an empty prefix it is the model itself; in a dict of arrays there is none, and None."""
+    """Return the layer of a model that a prefix such as "encoder.lstm." names; the caller reads its options from its
+    attributes. With an empty prefix return the model itself, for a dict of arrays return None."""
     for name in prefix.split(".")[:-1]:
         module = getattr(module, name, None)
     return module
@@ -174,8 +177,8 @@ def named_layer(module: Any, prefix: str) -> Any:
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
     """Return a cell with these options. Raise ValueError for an unknown option or a wrong value.
 
-    op: the public function that error texts begin with. name: the kind of cell, "lstm", "gru" or "rnn". options: by the
-    names of `Weights.options`, such as reset or activations. A list, which JSON has instead of a tuple, becomes one.
+    op: the public function with which error texts begin. name: the kind of cell, "lstm", "gru" or "rnn". options: by
+    the names of `Weights.options`, such as reset or activations. A list, which JSON has for a tuple, becomes a tuple.
     """
     # The field of a plain RNN is `act`; the public option of `mlx_lstm.rnn` is `activation`.
     options = {{"activation": "act"}.get(key, key): value for key, value in options.items()}
@@ -186,15 +189,14 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
         fail(
             op, "norm must be None, as no Weights hold layer normalisation (nn.LSTM(layer_norm=) does)", options["norm"]
         )
-    # Check each value by the kind of its option. usual: the option's default value. `CELLS` has the class of each kind
-    # of cell, `CHOICES` the options with a few allowed values, `LIMITS` those that are limits of clips.
+    # Check each value by the kind of its option. usual: the default value of the option.
     default = CELLS[name]()
     for key, value in options.items():
         usual = getattr(default, key)
         if isinstance(usual, tuple):  # the activations of the gates
             if not isinstance(value, tuple) or len(value) != len(usual) or not set(value) <= set(ACTIVATIONS):
                 fail(op, f"{key} must be {len(usual)} of {', '.join(ACTIVATIONS)}", value)
-        elif key in CHOICES:  # an option with a few allowed values, which the table has
+        elif key in CHOICES:  # an option with a few allowed values
             check_option(op, key, value, CHOICES[key])
         elif key in LIMITS:  # the limit of a clip; 0 or less becomes None
             options[key] = check_limit(op, key, value)
@@ -214,7 +216,7 @@ def stacked(op: str, parts: Sequence[Weights]) -> Weights:
         if part.cell != first.cell or part.reverse != first.reverse or part.directions != first.directions:
             fail(op, f"layers must all be alike, {describe(first)},", describe(part))
     whole = first._replace(layers=[layer for part in parts for layer in part.layers])
-    # The last argument names an array for error texts: word is "Wx", "Wh" and so on.
+    # The last argument returns an array's name for error texts; word is "Wx", "Wh" and so on.
     return checked(op, whole, lambda layer, way, word: f"{word} of layer {layer}, direction {way},")
 
 
@@ -232,14 +234,14 @@ def describe(weights: Weights) -> str:
 
 
 def checked(op: str, weights: Weights, title: Title) -> Weights:
-    """Check that the shapes of all arrays fit together, and return the weights. The shapes of Wh (and Wp) of the first
-    layer tell the sizes H and P, which all other arrays must have.
+    """Check that the shapes of all arrays fit together, and return the weights. Wh (and Wp) of the first layer define
+    the sizes H and P, which all other arrays must have.
 
-    title: a function (layer, way, word) that returns how the caller's format names an array, for error texts. layer,
+    title: a function (layer, way, word) that returns an array's name in the caller's format, for error texts. layer,
     way: the numbers of the array's layer and direction. word: its name in `Weights`, such as "Wx".
     """
     G, D = weights.cell.gates, weights.directions
-    first = weights.layers[0][0]  # the first layer's forward direction, with which all others must agree
+    first = weights.layers[0][0]  # the forward direction of the first layer, whose sizes all others must have
     if weights.reverse and D == 2:
         fail(op, "reverse must be False for both directions", True)
     if weights.cell.projection_clip is not None and "Wp" not in first:
@@ -249,18 +251,17 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
             fail(op, f"{title(0, 0, word)} must be there", "no such array")
         check_array(op, title(0, 0, word), first[word], ["rows", "columns"])  # two axes of any size
     # Wh has GH rows and P columns. With a projection P is the number of rows of Wp, else P is H.
-    rows, width = first["Wh"].shape
+    rows, columns = first["Wh"].shape
     P = first["Wp"].shape[0] if "Wp" in first else rows // G
     blocks = "H" if G == 1 else f"{G}H"
-    if rows % G or width != P or not rows:
-        sizes = "" if "Wp" in first else f" = [{G * width}, {width}]"
+    if rows % G or columns != P or not rows:
+        sizes = "" if "Wp" in first else f" = [{G * columns}, {columns}]"
         rule = f"{title(0, 0, 'Wh')} must have shape [{blocks}, {'P' if 'Wp' in first else 'H'}]{sizes}"
         fail(op, rule, f"shape {list(first['Wh'].shape)}")
-    # shapes: what each array must have. The input of a layer above the first is the output of the layer below, D P.
+    # shapes: the shape that each array must have. A layer above the first reads the D P outputs of the layer below.
     shapes: dict[str, list[int | str]] = {"Wh": [rows, P], "bx": [rows], "bh": [rows], "peephole": [rows]}
     shapes["Wp"] = [P, rows // G]
-    # others: the arrays that are refused. Only an LSTM may have Wp and peephole. If its first layer has no Wp, no other
-    # layer may have one.
+    # others: the arrays that are refused. Only an LSTM may have Wp and peephole, and Wp only if its first layer has Wp.
     others = {"Wp", "peephole"} if weights.cell.op != "lstm" else {"Wp"} - first.keys()
     for n, layer in enumerate(weights.layers):
         shapes["Wx"] = [rows, D * P if n else weights.input_size]
@@ -272,7 +273,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
                 if word in others:
                     rule = "all layers have it" if weights.cell.op == "lstm" else "the cell is an LSTM"
                     fail(op, f"{title(n, way, word)} must not be there unless {rule}", "this array")
-                # Building the title takes longer than this check, so it is built for a wrong array only.
+                # Building the title takes longer than this check, so `check_array` is called for a wrong array only.
                 if list(array.shape) != shapes[word] or array.dtype not in FLOATS:
                     check_array(op, title(n, way, word), array, shapes[word], why=f", as H is {rows // G},")
     return weights
@@ -288,7 +289,7 @@ def check_weights(op: str, weights: object) -> Weights:
 
 @contextmanager
 def of_layer(name: str) -> Iterator[None]:
-    """If the code inside this `with` block raises a ValueError, add to its text which layer of the file was meant."""
+    """Return a context that adds the name of a layer to the text of each ValueError raised inside its `with` block."""
     try:
         yield
     except ValueError as error:
@@ -296,7 +297,8 @@ def of_layer(name: str) -> Iterator[None]:
 
 
 def one_layer(op: str, weights: Weights, kinds: Sequence[str]) -> Weights:
-    """Check that the weights are those of one layer of these kinds, such as "lstm", in one direction. Return them."""
+    """Check that the weights are of a single layer in one direction, whose cell is one of `kinds`, such as "lstm".
+    Return the weights."""
     check_weights(op, weights)
     if weights.cell.op not in kinds or len(weights.layers) != 1 or weights.directions != 1:
         names = " or ".join(kind.upper() for kind in kinds)
@@ -311,7 +313,7 @@ def as_stored(op: str, weights: Weights, form: Format) -> Weights:
     _, options, nonlinearity, reset, projection, reverse, is_layer = form
     if is_layer:
         one_layer(op, weights, list(form.orders))
-    # refused: by the name of an option, its value if the format cannot store it; else a value that counts as false.
+    # refused: for each option its value if the format cannot store this value, else a value that counts as false.
     cell, refused = check_weights(op, weights).cell, {}
     if cell.op == "rnn":
         act = cell.activations[0]
@@ -326,6 +328,9 @@ def as_stored(op: str, weights: Weights, form: Format) -> Weights:
         arrays = [arrays for layer in weights.layers for arrays in layer]
         refused["peephole"] = not options and any("peephole" in each for each in arrays) and "an array"
         refused["a projection"] = not projection and weights.proj_size
+        # torch and cuDNN have no projection that leaves h as wide as c: cuDNN then turns the projection off.
+        wide = weights.proj_size >= weights.hidden_size
+        refused["a projection that makes h no narrower"] = projection and wide and weights.proj_size
     refused["reverse"] = not reverse and weights.reverse
     for name, value in refused.items():
         if value:
@@ -335,8 +340,8 @@ def as_stored(op: str, weights: Weights, form: Format) -> Weights:
 
 
 def in_bias(weights: Weights) -> Weights:
-    """Return the weights with the option `forget_bias` of an LSTM added to its bias, for a format that has only the
-    bias. The option is then 0."""
+    """Return the weights with an LSTM's option `forget_bias` added to its bias and set to 0. Most formats have a bias
+    only."""
     cell = weights.cell
     if not (isinstance(cell, LSTMCell) and cell.forget_bias):
         return weights  # another cell, or a forget bias of 0
@@ -345,8 +350,8 @@ def in_bias(weights: Weights) -> Weights:
 
 
 def evened(weights: Weights) -> Weights:
-    """Return the weights with the same arrays in both directions of each layer: a bias or a peephole that only one of
-    them has is zeros in the other. Formats whose arrays hold both directions need them."""
+    """Return the weights with the same arrays in both directions of each layer. If only one direction has a bias or a
+    peephole, the other direction gets zeros. Formats that store both directions in one array need this."""
 
     def evened_layer(layer: Sequence[Arrays]) -> list[Arrays]:
         every: Arrays = {name: array for arrays in layer for name, array in arrays.items()}
@@ -364,8 +369,8 @@ def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:
 
 
 def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
-    """Return a dict with `b` [GH], the sum of a direction's two biases; an empty dict if it has none. For a GRU that
-    resets after the product, `b` lacks the candidate's second bias, which the dict has as `bhn` [H].
+    """Return a dict with `b` [GH], the sum of a direction's two biases, or {} if it has no bias. For a GRU that resets
+    after the product, the candidate's part of bh is not in the sum, but in the dict as `bhn` [H].
 
     If one of the two biases is 0, `b` equals the other bias bit for bit.
     """
@@ -380,22 +385,22 @@ def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
 
 
 def two_biases(arrays: Arrays) -> tuple[mx.array, mx.array]:
-    """Return the biases `bx` [GH] of the input's product and `bh` [GH] of the recurrent product of one direction; a
-    missing one is zeros."""
+    """Return one direction's biases `bx` [GH] of the input's product and `bh` [GH] of the recurrent product, with zeros
+    for a missing bias."""
     zeros = mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype)
     return arrays.get("bx", zeros), arrays.get("bh", zeros)
 
 
 def whole_bias(cell: Cell, arrays: Arrays) -> mx.array:
-    """Return the sum of a direction's two biases [GH], as `one_bias` does; zeros if there is none."""
+    """Return the sum of a direction's two biases [GH], as `one_bias` does, or zeros if it has no bias."""
     # Without biases `two_biases` returns zeros.
     return one_bias(cell, arrays).get("b", two_biases(arrays)[0])
 
 
 def peepholes(op: str, arrays: Arrays, who: str) -> Arrays:
-    """Return the peephole weights [H] of the gates i, f and o by the gate's letter, for a format in which only these
-    gates have some. arrays: those of one direction, with `peephole` [4H]. who: words for the error text if the
-    candidate g has peephole weights, too, such as "ONNX does not"."""
+    """Return the peephole weights [H] of the gates i, f and o by the gate's letter, for a format in which the candidate
+    g cannot have any. arrays: one direction's arrays, with `peephole` [4H]. who: the beginning of a sentence for the
+    error text if g has peephole weights, such as "ONNX does not"."""
     parts = dict(zip(OURS["lstm"], mx.split(arrays["peephole"], 4), strict=True))  # OURS["lstm"] is the order "ifgo"
     if mx.any(parts.pop("g")).item():
         fail(op, f"peephole must be 0 for the candidate, which {who} let peep,", "other numbers")
@@ -409,8 +414,9 @@ def from_peepholes(i: mx.array, f: mx.array, o: mx.array) -> mx.array:
 
 
 def from_one_bias(b: mx.array | None, bhn: mx.array | None) -> Arrays:
-    """Convert the recurrence's biases `b` [GH] and, of a GRU, `bhn` [H] to the biases `bx` and `bh` [GH] of `Weights`.
-    `bx` is b; the last part of `bh`, that of the candidate, is bhn, and its other parts are 0. None: no such bias."""
+    """Convert the biases of the recurrence, `b` [GH] and a GRU's `bhn` [H], to the biases `bx` and `bh` [GH] of
+    `Weights`. bx is b. The last part of bh, the candidate's, is bhn; its other parts are 0. None stands for a missing
+    bias."""
     biases = {} if b is None else {"bx": b}
     if bhn is None:
         return biases
@@ -420,8 +426,8 @@ def from_one_bias(b: mx.array | None, bhn: mx.array | None) -> Arrays:
 
 
 def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array:
-    """Return an array whose gate blocks along an axis are moved from the order `before` to the order `after`. An order
-    is a text with one letter per gate, such as "ifgo"."""
+    """Return an array with its blocks for the gates, along `axis`, moved from the gate order `before` to the order
+    `after`. A gate order is a text with one letter per gate, such as "ifgo"."""
     if before == after:
         return array
     blocks = dict(zip(before, mx.split(array, len(before), axis=axis), strict=True))
@@ -431,15 +437,14 @@ def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array
 def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
     """Return one direction's arrays with their rows moved from the gate order `before`, such as "ifgo", to `after`.
     `Wp` stays as it is, since its rows do not belong to gates."""
-    # `ROWS` has what the rows of each array are: GH, G gates of H units, or P.
     return {name: reorder(array, before, after) if ROWS[name] == "GH" else array for name, array in arrays.items()}
 
 
 def gate_order(op: str, text: str, usual: str) -> str:
-    """Convert the letters of a vendor's gate order, `text`, to those that this package uses: an LSTM's c or z becomes
-    g; a GRU's u becomes z, and its h or c becomes n. usual: the cell's order in this package, such as "ifgo". Raise
-    ValueError if the text does not have each of its gates once."""
-    # letters: by the number of gates, a vendor's letter and ours.
+    """Return a vendor's gate order, `text`, in the letters of this package: an LSTM's c or z becomes g; a GRU's u
+    becomes z, and its h or c becomes n. Raise ValueError if the text does not name each gate once. usual: the cell's
+    gate order in this package, such as "ifgo"."""
+    # letters: our letter by a vendor's letter, for the cell with this number of gates.
     letters = {4: {"c": "g", "z": "g"}, 3: {"u": "z", "h": "n", "c": "n"}, 1: {}}[len(usual)]
     order = "".join(letters.get(letter, letter) for letter in text.lower()) if isinstance(text, str) else ""
     if sorted(order) != sorted(usual):
@@ -456,8 +461,13 @@ def to_mlx(array: Any) -> mx.array:
         array = array.detach().cpu()
         if str(array.dtype) == "torch.bfloat16":  # NumPy has no bfloat16
             return mx.array(array.float().numpy()).astype(mx.bfloat16)
-    # MLX takes no reversed axis and no foreign byte order.
-    array = np.asarray(array, order="C")
+    try:
+        array = np.asarray(array)
+    except ValueError:  # a list of rows of different lengths
+        fail("convert", "arrays must hold numbers, in rows of equal length,", type(array).__name__)
+    # MLX takes no array with a reversed axis or with the byte order of another machine, so make a copy without them.
+    # Only `copy` changes a reversed axis of size 1.
+    array = array.copy() if min(array.strides, default=0) < 0 else array
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     # NumPy's kinds of dtypes: f floats, i and u integers, b bools. MLX has none of more than 8 bytes.
     if (array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16") or array.itemsize > 8:
@@ -480,8 +490,8 @@ def bits(array: mx.array | np.ndarray) -> bytes:
 
 
 def differences(one: Weights, other: Weights) -> list[str]:
-    """Return a list of what differs between two weights, even by one bit: names such as "Wh", "bx", "activations",
-    or "float16 is now float32". A missing bias equals a bias of zeros."""
+    """Return a list of all differences, even of one bit, between two objects `Weights`: names such as "Wh", "bx",
+    "activations", or texts such as "float16 is now float32". A missing bias equals a bias of zeros."""
     check_weights("differences", one)
     check_weights("differences", other)
     if (len(one.layers), one.directions) != (len(other.layers), other.directions):

@@ -1,9 +1,9 @@
 """Check the ops' attributes and the size of the parameter buffer. `convert.cudnn` describes the buffer's layout.
 
-The parameter buffer is one array with all weights and biases. A `Layout`, here `where`, has the sizes of a call: L
-layers, D directions, I input features, H units, P the width of the projection (0 without one), skip whether layer 0 has
-no input matrices. op: the function that error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule
-but got ...".
+The parameter buffer is one array with all weights and biases. `where` is its `Layout`, which has the sizes of the call:
+L layers, D directions, I input features, H units, P the width of the projection (0 without one), and the flag skip:
+layer 0 has no input matrices. op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op]
+rule but got ...".
 """
 
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..convert.cudnn import GATES, Layout
-from ..ground.checks import check_array, check_integer, check_number, check_option, fail
+from ..ground.checks import check_array, check_integer, check_option, check_probability, fail
 
 INPUT_MODES = ("linear_input", "skip_input", "auto_select")
 DIRECTIONS = ("unidirectional", "bidirectional")
-"""INPUT_MODES, DIRECTIONS: the values of the attributes input_mode and direction."""
+"""INPUT_MODES, DIRECTIONS: the allowed values of the attributes input_mode and direction."""
 
 
 class Attributes(NamedTuple):
@@ -27,8 +27,8 @@ class Attributes(NamedTuple):
     )
     direction: str  # "unidirectional" or "bidirectional"
     dropout: float  # the probability that an element of a layer's output is dropped, between layers
-    seed: int  # its low 32 bits are the high half of dropout's seed
-    seed2: int  # its low 32 bits are the low half of dropout's seed
+    seed: int  # its low 32 bits are the high half of the 64-bit random seed of dropout
+    seed2: int  # its low 32 bits are the low half of this 64-bit seed
     num_proj: int = 0  # the width of a projected h; 0 without a projection
 
     @property
@@ -38,8 +38,8 @@ class Attributes(NamedTuple):
 
 
 def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes: Attributes) -> Layout:
-    """Check the sizes and attributes of a call, and return the layout of the parameter buffer for them. Raise
-    ValueError if they do not fit. num_units: H, input_size: I."""
+    """Check the sizes and attributes of a call. Return the layout of the parameter buffer `params` that these layers
+    have. Raise ValueError if the sizes and attributes do not fit together."""
     check_attributes(op, attributes)
     rnn_mode, input_mode, num_proj = attributes.rnn_mode, attributes.input_mode, attributes.num_proj
     counts = {"num_layers": num_layers, "num_units": num_units, "input_size": input_size}
@@ -49,6 +49,7 @@ def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes
         fail(op, f"num_proj must be 0 with rnn_mode={rnn_mode!r}", P)
     if P > H:
         fail(op, f"num_proj must be at most num_units = {H}", P)
+    P = P if P < H else 0  # cuDNN turns off a projection that makes h no narrower, so params has no matrix of it
     if input_mode == "skip_input" and I != H:
         fail(op, f"input_size must be num_units = {H} with input_mode='skip_input'", I)
     skip = input_mode == "skip_input" or (input_mode == "auto_select" and I == H)
@@ -61,8 +62,7 @@ def check_attributes(op: str, attributes: Attributes) -> None:
     check_option(op, "rnn_mode", attributes.rnn_mode, tuple(GATES))
     check_option(op, "input_mode", attributes.input_mode, INPUT_MODES)
     check_option(op, "direction", attributes.direction, DIRECTIONS)
-    if not 0 <= check_number(op, "dropout", attributes.dropout) <= 1:
-        fail(op, "dropout must lie in [0, 1]", attributes.dropout)
+    check_probability(op, "dropout", attributes.dropout)
     check_integer(op, "seed", attributes.seed)
     check_integer(op, "seed2", attributes.seed2)
 
@@ -81,9 +81,9 @@ def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | Non
 
 
 def count(op: str, name: str, value: object, *, least: int) -> int:
-    """Check a number that is an integer or a scalar array of integers; return it as an int. name: the argument's name,
-    for error texts. least: the least value that is allowed."""
+    """Check that a value is an integer, or an integer array of one element. Return it as an int. name: the argument's
+    name, for error texts. least: the smallest value that is allowed."""
     if isinstance(value, mx.array) and value.size == 1 and mx.issubdtype(value.dtype, mx.integer):
         value = value.item()
-    # The sizes of buffers are also computed for layers that no memory can hold.
+    # most=None: no upper limit, because `cudnn_rnn_params_size` computes sizes also for layers that fit in no memory.
     return check_integer(op, name, value, least=least, most=None)

@@ -1,11 +1,11 @@
 """Compute the size of cuDNN's parameter buffer, split it into arrays, and join arrays into it.
 
-The buffer is one array with all weights and biases of L layers with D directions. Its canonical arrays are one W_g [H,
-in] and one R_g [H, S] per gate g, with a bias [H] each: W_g multiplies the layer's input, R_g multiplies h. in: the
-width of the layer's input, H: units, S: the width of h, P: the width of the projection. `where` is the `Layout` with
-these sizes; the arguments T and S of `cudnn_rnn_params_size` are dtypes, TensorFlow's names. Each op makes `Attributes`
-of its keywords; `layout` checks them and returns the `Layout`. op: the function that error texts begin with; `fail(op,
-rule, got)` raises the ValueError "[op] rule but got ...".
+The parameter buffer is one array with all weights and biases of L layers with D directions. TensorFlow calls the
+separate arrays canonical: for each gate g one W_g [H, in], which multiplies the layer's input, and one R_g [H, S],
+which multiplies h, each with a bias [H]. in: the width of the layer's input, H: units, S: the width of h, P: the width
+of the projection. `where` is the `Layout` with these sizes. (The arguments T and S of `cudnn_rnn_params_size` are
+dtypes, as in TensorFlow.) Each op makes `Attributes` of its keywords; the function `layout` checks them and returns the
+`Layout`. op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..ground.checks import FLOATS, check_array, check_option, fail
-from ._buffer import Attributes, Layout, check_params, layout
+from ._buffer import Attributes, Layout, check_params, count, layout
 
 
 class CudnnRNNParamsToCanonicalOutput(NamedTuple):
-    """The arrays of a parameter buffer in the buffer's order: `weights`, the matrices, and `biases`, each [H]."""
+    """The arrays of a parameter buffer in the buffer's order: `weights`, the matrices, and `biases`, each [H]. H: the
+    number of units."""
 
     weights: list[mx.array]
     biases: list[mx.array]
@@ -54,7 +55,7 @@ def cudnn_rnn_params_size(
         input_mode (str): `"linear_input"`, `"skip_input"` (layer 0 has no input matrices) or `"auto_select"`.
         direction (str): `"unidirectional"` or `"bidirectional"`.
         dropout, seed, seed2: checked as in `cudnn_rnn`, but without effect here.
-        num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 or H for none. Default: 0.
 
     Returns:
         array: the size, [1].
@@ -88,9 +89,10 @@ def cudnn_rnn_params_to_canonical(
     seed: int = 0,
     seed2: int = 0,
 ) -> CudnnRNNParamsToCanonicalOutput:
-    """Split the buffer into one array per gate: TensorFlow's CudnnRNNParamsToCanonical.
+    """Split the parameter buffer into one array per gate: TensorFlow's CudnnRNNParamsToCanonical.
 
-    The arrays are views of the buffer, and differentiable. `cudnn_rnn_canonical_to_params` is the inverse.
+    The arrays are views of the buffer, and MLX can differentiate this op. `cudnn_rnn_canonical_to_params` is the
+    inverse. "in" is the width of a layer's input, S the width of h.
 
     Args:
         num_layers, num_units, input_size (int): the number of layers L, of units H and of input features I.
@@ -104,7 +106,7 @@ def cudnn_rnn_params_to_canonical(
 
     Returns:
         CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate, then R_g [H,
-        S]; and biases [H] in the same order. With skip_input the W_g of layer 0 are [H, 0]; the original op fails in
+        S]; and biases [H] in the same order. With skip_input the W_g of layer 0 are [H, 0]; TensorFlow's op fails in
         this case.
 
     Example:
@@ -136,19 +138,21 @@ def cudnn_rnn_params_to_canonical_v2(
     seed2: int = 0,
     num_proj: int = 0,
 ) -> CudnnRNNParamsToCanonicalOutput:
-    """Split a buffer that may have a projection: TensorFlow's CudnnRNNParamsToCanonicalV2.
+    """Split the parameter buffer of layers that may have a projection: TensorFlow's CudnnRNNParamsToCanonicalV2. H: the
+    number of units.
 
     Args:
         num_params_weights (int): the number of weights; an lstm with projection has 9 per layer and direction.
         num_params_biases (int): the number of biases.
-        num_proj (int): P, for an lstm only; 0 for no projection. The original op refuses 0. Default: 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 or H for none. TensorFlow's op refuses 0.
+            Default: 0.
         num_layers, num_units, input_size, params, rnn_mode, input_mode, direction, dropout, seed, seed2: the sizes, the
             buffer and the kind of the layers, as in `cudnn_rnn_params_to_canonical`.
 
     Returns:
         CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate g, which
-        multiplies the input; then R_g of every gate, which multiplies h; then the matrix of the projection [P, H].
-        biases: [H] each, in the order of the W_g and R_g.
+        multiplies the layer's input of width in; then R_g of every gate, which multiplies h; then the matrix of the
+        projection [P, H]. biases: [H] each, in the order of the W_g and R_g.
 
     Example:
         >>> import mlx.core as mx
@@ -178,14 +182,14 @@ def cudnn_rnn_canonical_to_params(
     seed: int = 0,
     seed2: int = 0,
 ) -> mx.array:
-    """Join one array per gate into the buffer: TensorFlow's CudnnRNNCanonicalToParams.
+    """Join arrays, one per gate, into the parameter buffer: TensorFlow's CudnnRNNCanonicalToParams.
 
     Args:
         num_layers, num_units, input_size (int): the number of layers L, of units H and of input features I.
         weights (sequence of arrays): for each layer and direction the matrices W_g [H, in] of every gate g, which
-            multiply the input, then R_g [H, H], which multiply h.
-        biases (sequence of arrays): the biases [H] in the same order. Of these arrays and of the weights only the
-            number of elements is checked, not the shape.
+            multiply the layer's input of width in, then R_g [H, H], which multiply h.
+        biases (sequence of arrays): the biases [H] in the same order. For all these arrays only the number of elements
+            is checked, not the shape.
         rnn_mode, input_mode, direction, dropout, seed, seed2: the kind of the layers, as in
             `cudnn_rnn_params_to_canonical`.
 
@@ -220,10 +224,11 @@ def cudnn_rnn_canonical_to_params_v2(
     seed2: int = 0,
     num_proj: int = 0,
 ) -> mx.array:
-    """Join arrays, which may have a projection, into the buffer: TensorFlow's CudnnRNNCanonicalToParamsV2.
+    """Join the arrays of layers that may have a projection into the buffer: TensorFlow's CudnnRNNCanonicalToParamsV2.
+    H: the number of units.
 
     Args:
-        num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 or H for none. Default: 0.
         All other arguments: the sizes, arrays and kind of the layers, as in `cudnn_rnn_canonical_to_params`. `weights`
             has for each layer and direction the matrices that multiply the input, one per gate, then the matrices that
             multiply h, one per gate, and last, with a projection, its matrix [P, H].
@@ -245,28 +250,29 @@ def cudnn_rnn_canonical_to_params_v2(
 
 
 def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int]) -> CudnnRNNParamsToCanonicalOutput:
-    """Split the parameter buffer into one array per gate. `counts` has the numbers of weights and biases that the
-    caller passed, by argument name; the first version of the op has one number for both."""
+    """Split the parameter buffer into one array per gate. counts: {argument name: the number of weights or of biases
+    that the caller passed}; the first version of the op has one number for both."""
     check_params(op, where, params)
     weights, biases = where.canonical()  # the shapes of all arrays, in the buffer's order
-    # With one number, zip ends after the weights; there are as many biases, as V1 has no projection.
+    # If there is one number, zip ends after the weights. The first version of the op has as many biases as weights,
+    # because it has no projection.
     for (name, number), shapes in zip(counts.items(), (weights, biases), strict=False):
-        if number != len(shapes):
+        if count(op, name, number, least=0) != len(shapes):
             fail(op, f"{name} must be {len(shapes)} for these layers", repr(number))
-    # `accumulate` returns where each array ends; the last end is that of the buffer itself.
+    # `accumulate` returns where each array ends. [:-1]: without the last end, which is the end of the buffer.
     parts = mx.split(params, list(accumulate(map(prod, [*weights, *biases])))[:-1])
     arrays = [part.reshape(shape) for part, shape in zip(parts, [*weights, *biases], strict=True)]
     return CudnnRNNParamsToCanonicalOutput(arrays[: len(weights)], arrays[len(weights) :])
 
 
 def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: Sequence[mx.array]) -> mx.array:
-    """Check the number and the sizes of the arrays, one per gate, and join them into the parameter buffer. The shapes
-    need not fit, as in TensorFlow: only the numbers of elements must."""
+    """Check the number and the sizes of the arrays, one per gate, and join them into the parameter buffer. As in
+    TensorFlow, an array needs the right number of elements, but may have any shape."""
     both = {"weights": weights, "biases": biases}
-    for (name, arrays), count in zip(both.items(), where.counts, strict=True):  # counts: (matrices, biases)
-        if not isinstance(arrays, Sequence) or len(arrays) != count:
+    for (name, arrays), needed in zip(both.items(), where.counts, strict=True):  # counts: (matrices, biases)
+        if not isinstance(arrays, Sequence) or len(arrays) != needed:
             number = len(arrays) if isinstance(arrays, Sequence) else type(arrays).__name__
-            fail(op, f"{name} must be {count} arrays for these layers", number)
+            fail(op, f"{name} must be {needed} arrays for these layers", number)
     for (name, arrays), shapes in zip(both.items(), where.canonical(), strict=True):
         for n, (array, shape) in enumerate(zip(arrays, shapes, strict=True)):
             dtype = getattr(weights[0], "dtype", None)

@@ -1,9 +1,9 @@
 """Run a stack of recurrent layers, forward and backward, as the three versions of TensorFlow's CudnnRNN op do.
 
-Every op makes a `Stack`, which does the work: Stack(op, forward_name, attributes, ...), with the name for error texts
-and TensorFlow's name of the forward op. `Attributes` holds the keywords that describe the layers. In V1 and V2 all
-sequences of the batch have length T, there is no projection, and time is the first axis; so they pass None as sequence
-lengths. T: steps, N: batch, I: input features, H: units, S: the width of h, L: layers, D: directions.
+Every op makes a `Stack`, which does the work: Stack(op, forward_name, attributes, ...). op: the name in error texts.
+forward_name: TensorFlow's name of the forward op. `Attributes` has the keywords that describe the layers. In the first
+two versions all sequences of the batch have length T, there is no projection, and time is the first axis; so they pass
+None as sequence lengths. T: steps, N: batch, I: input features, H: units, S: the width of h, L: layers, D: directions.
 """
 
 from typing import NamedTuple
@@ -30,8 +30,8 @@ class CudnnRNNOutput(NamedTuple):
 
 
 class CudnnRNNV2Output(NamedTuple):
-    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: the outputs of `cudnn_rnn`, and host_reserved, int8 zeros that
-    have no use here."""
+    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: the outputs of `cudnn_rnn`, and host_reserved, an int8 array of
+    zeros. TensorFlow's ops have this output; nothing reads it here."""
 
     output: mx.array
     output_h: mx.array
@@ -57,7 +57,8 @@ def cudnn_rnn(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNOutput:
-    r"""Run a stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`.
+    r"""Run a stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`. Sizes: T
+    steps, N sequences in the batch, I input features, H units, S the width of h (here H), L layers, D directions.
 
     With weights W, R and biases bW, bR of a layer and direction, for each gate:
 
@@ -84,15 +85,16 @@ def cudnn_rnn(
         input_h (array): the first h, [L D, N, S]. Layers come in order; in each layer the forward direction comes
             first.
         input_c (array): the first c of an lstm, [L D, N, H]; ignored in other modes, where any value may be passed.
-        params (array): all weights and biases, [params_size], see `convert.cudnn`. A longer buffer is refused; the
-            original ignores the rest of it.
+        params (array): all weights and biases, [params_size]; the docstring of `mlx_lstm.convert.cudnn` describes their
+            order. A longer array is refused; TensorFlow's op ignores the rest of it.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
         input_mode (str): `"linear_input"`: every layer multiplies its input by W. `"skip_input"`: layer 0 has no W and
             uses x_t in place of W x_t; I must equal H. `"auto_select"`: skip_input if I = H, else linear_input.
             Default: `"linear_input"`.
         direction (str): `"unidirectional"` or `"bidirectional"`. Default: `"unidirectional"`.
         dropout (float): the probability that an element is dropped, in [0, 1]. Default: 0.
-        seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
+        seed, seed2 (int): the 64-bit random seed of dropout consists of the low 32 bits of seed, followed by the low 32
+            bits of seed2. Default: 0.
         is_training (bool): with `False` nothing is dropped, there is no reserve space, and asking for a gradient raises
             an error. Exception: in a graph that `mx.compile`, `mx.vmap` or an export traces, MLX computes the gradient
             itself. Default: `True`.
@@ -199,7 +201,7 @@ def cudnn_rnn_v3(
     Args:
         sequence_lengths (int32 array or list): [N], each in 1..T. The range of an MLX array is not checked under
             `mx.compile`.
-        num_proj (int): the width of a projected h, at most H; 0 for none; lstm only. Default: 0.
+        num_proj (int): the width of a projected h, at most H; 0 or H for none; lstm only. Default: 0.
         time_major (bool): whether time comes before the batch. Default: `True`.
         batch_major_states (str): an addition, for time_major=False. `"transpose"`: the states of sequence n are at
             index [n], as the original documents. `"reinterpret"`: the states are the memory of [L D, N, S] in another
@@ -249,8 +251,8 @@ def cudnn_rnn_backprop(
 ) -> CudnnRNNBackpropOutput:
     """Return the gradient of `cudnn_rnn` from its outputs: TensorFlow's CudnnRNNBackprop.
 
-    No gate is computed again. This op does not change reserve_space (the original writes into it), so two calls return
-    the same gradients bit for bit. If `dropout` is not 0, the dropout factors are read from reserve_space.
+    No gate is computed again. This op does not change reserve_space (TensorFlow's op writes into it), so two calls
+    return the same gradients bit for bit. If `dropout` is not 0, the dropout factors are read from reserve_space.
 
     Args:
         input, input_h, input_c, params: the arguments of the call of `cudnn_rnn`.

@@ -1,18 +1,20 @@
 """Run a stack of recurrent layers: each layer is one call of `mlx_lstm.recurrence`. Store the results in the reserve
 space and read them again in the backward pass.
 
-The reserve space is one array with what the forward pass saves for the backward pass. The parameter buffer `params` is
-one array with all weights; `layer_arrays` divides it, `join_layers` joins it. `where` is the layout of this buffer,
-with the sizes of the call: L layers, D directions, H units, S the width of h, G gates per unit, mode the kind of layer
-("lstm", "gru", "rnn_relu", "rnn_tanh"), skip whether layer 0 has no input matrices. N: batch, T: steps, I: input
-features.
+The names of this module are:
 
-Arrays of one layer are in a dict by the names of `mlx_lstm.recurrence`: Wx, Wh, b, bhn (a GRU candidate's recurrent
-bias), the sequences x, h, c and gates [T, N, .], the first states h0, c0, the last states hT, cT [N, .]; d begins the
-names of gradients. A dot in a shape stands for any width. first, last: dicts of the states of all layers, [L, N, .].
-factors: the dropout factors on a layer's h, 0 or 1 / (1 - probability), or None. op: the function that error texts
-begin with. `check_array(op, name, array, shape)` and `fail(op, rule, got)` raise ValueErrors; in a shape a text such as
-"T" stands for any size.
+- The reserve space is one array in which the forward pass saves what the backward pass needs.
+- params: the parameter buffer, one array with all weights and biases. `layer_arrays` divides it, `join_layers` makes
+  it. where: its `Layout`, with the sizes of the call: L layers, D directions, H units, S the width of h, G gates per
+  unit; mode, the kind of layer ("lstm", "gru", "rnn_relu", "rnn_tanh"); skip, whether layer 0 has no input matrices.
+- N: batch, T: steps, I: input features. A dot in a shape stands for any width.
+- The arrays of one layer are in a dict by the names of `mlx_lstm.recurrence`: Wx, Wh, b, bhn (a GRU candidate's
+  recurrent bias), the sequences x, h, c and gates [T, N, .], the first states h0, c0, the last states hT, cT [N, .].
+  The names of gradients begin with d.
+- first, last: dicts of the states of all layers, [L, N, .].
+- factors: the dropout factors on a layer's h, each 0 or 1 / (1 - probability); None without dropout.
+- op: the name of the user's function in errors. `check_array(op, name, array, shape)` and `fail(op, rule, got)` raise a
+  ValueError; in a shape a string such as "T" stands for any size.
 """
 
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ from ..ground.checks import (
     fail,
 )
 from ..recurrence import by_layer, join_biases, of_layers
-from ._buffer import Attributes, Layout, check_params, layout
+from ._buffer import Attributes, Layout, check_attributes, check_params, layout
 
 BATCH_LAST = ("gates", "c")
 """The names of the arrays that the reserve space stores with the batch last, [T, ., N], instead of [T, N, .]. The
@@ -47,7 +49,7 @@ engine `numpy` has them in memory in this order, so packing copies them without 
 OPS = {"lstm": recurrence.lstm, "gru": recurrence.gru, "rnn_relu": recurrence.rnn, "rnn_tanh": recurrence.rnn}
 GRADIENTS = {"lstm": recurrence.lstm_gradients, "gru": recurrence.gru_gradients}
 GRADIENTS |= dict.fromkeys(("rnn_relu", "rnn_tanh"), recurrence.rnn_gradients)
-"""OPS: the function that runs a layer, by rnn_mode. GRADIENTS: the function that returns its gradients."""
+"""OPS: {rnn_mode: function that runs a layer}. GRADIENTS: {rnn_mode: function that returns a layer's gradients}."""
 
 Inputs = tuple[mx.array, mx.array, mx.array, mx.array]
 """(input, input_h, input_c, params) of a call."""
@@ -70,10 +72,11 @@ class Stack(NamedTuple):
     """The attributes of one call of a cuDNN op. The methods `forward` and `backward` check all arguments, convert
     them to the layout of `mlx_lstm.recurrence`, run the layers, and convert the results back.
 
-    In that layout sequences have time first, and states are [layers, batch, directions x width]: both directions of a
-    layer are side by side. `op` is the name for errors, `forward_name` TensorFlow's name of the forward op, such as
-    "CudnnRNNV3". time_major: whether the caller's sequences have time first, not the batch. batch_major_states: how the
-    caller's states are laid out if time_major is False, "transpose" or "reinterpret" (see `convert_states`).
+    In the layout of `mlx_lstm.recurrence` sequences have time first, and states are [layers, batch, directions x
+    width], with both directions of a layer side by side. op: the name in errors. forward_name: TensorFlow's name of the
+    forward op, such as "CudnnRNNV3". time_major: the caller's sequences have time first, not the batch.
+    batch_major_states: how the caller's states are in memory if time_major is False, "transpose" or "reinterpret" (see
+    `convert_states`).
     """
 
     op: str
@@ -107,22 +110,22 @@ class Stack(NamedTuple):
             no_factors: list[mx.array | None] = [None] * where.L
             factors = dropout_factors(where, x, self.attributes) if dropout else no_factors
             if dropout and choice.current_device() == "cpu":
-                # The dropout factors depend only on the seeds, so `have_values` evaluates them here, once. Otherwise
-                # the engine `numpy`, which needs values, would evaluate their graph, which generates the random
-                # numbers. transforming=False: they need not keep this graph, because they have no gradient.
+                # Evaluate the dropout factors here, once; `have_values` does this. Otherwise the engine `numpy`, which
+                # needs values, would evaluate their graph, and generate the random numbers, later. transforming=False:
+                # the factors need not keep their graph, because they depend only on the seeds and have no gradient.
                 have_values([factor for factor in factors if factor is not None], transforming=False)
             options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
             results = run_layers(where, params, x, first, factors, options)
             # results[-1]: the outputs of the top layer.
             output, output_h = self.convert_sequence(results[-1]["h"]), self.join_states(where, results, "hT")
-            # TensorFlow's op has this output in all modes; without a cell state it is the scalar 0.
+            # TensorFlow's op returns output_c in all modes; without a cell state it is the scalar 0.
             output_c = self.join_states(where, results, "cT") if where.mode == "lstm" else mx.zeros((), input.dtype)
             if is_training:
                 shapes = [] if every else reserve_shapes(where, x, dropout)  # []: store nothing
                 return output, output_h, output_c, pack(shapes, results, input.dtype)
             # If is_training is False, asking for a gradient must raise an error. A custom function in the graph raises
-            # it. But MLX cannot export a graph with a custom function, so leave the function out while `mx.compile` or
-            # an export traces the op. During such a trace the arrays have no values.
+            # it. But MLX cannot export a graph with a custom function. So leave the function out while `mx.compile` or
+            # an export traces the op: then the arrays have no values.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
             if is_transforming() and have_values(inputs_used, transforming=True):
                 output, output_h, output_c = without_gradient(self.forward_name, output, output_h, output_c)
@@ -137,8 +140,8 @@ class Stack(NamedTuple):
         reserve_space: mx.array,
     ) -> CudnnRNNBackpropOutput:
         """Return the gradients of input, input_h, input_c and params. inputs, outputs: the arguments and results of the
-        forward op. sequence_lengths: as there; None for the ops that have none. cotangents: the gradients of output,
-        output_h and output_c. reserve_space: what the forward op saved."""
+        forward op. sequence_lengths: the argument of the forward op; None if the op has no such argument. cotangents:
+        the gradients of output, output_h and output_c. reserve_space: what the forward op saved."""
         with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
@@ -168,30 +171,32 @@ class Stack(NamedTuple):
             )
 
     def convert_shape(self, shape: Sequence[Any]) -> list[Any]:
-        """Convert the shape of a sequence [T, N, .] or of states [L D, N, .] to the caller's layout, or back: without
-        time_major the first two axes change places."""
+        """Convert the shape of a sequence [T, N, .] or of states [L D, N, .] to the caller's layout, or back: if
+        `time_major` is False, the first two axes change places. T, N, L, D: steps, batch, layers, directions."""
         first, second, *rest = shape
         return [first, second, *rest] if self.time_major else [second, first, *rest]
 
     def convert_sequence(self, array: mx.array) -> mx.array:
-        """Convert a sequence from the caller's layout to [T, N, .], or back: without time_major the first two axes
-        change places."""
+        """Convert a sequence from the caller's layout to [T, N, .], or back: if `time_major` is False, the first two
+        axes change places. T, N: steps, batch."""
         return array if self.time_major else mx.swapaxes(array, 0, 1)
 
     def convert_states(self, array: mx.array) -> mx.array:
         """Convert states from the caller's layout to [L D, N, .], or back. L: layers, D: directions, N: batch items.
 
-        Without time_major the caller's states have the shape [N, L D, .]. With "reinterpret" their memory is in the
-        order [L D, N, .] nevertheless, as TensorFlow treats it, so only the shape changes, and no axes are swapped.
+        If `time_major` is False, the caller's states have the shape [N, L D, .]. With "transpose" the first two axes
+        are swapped. With "reinterpret" the memory has the order [L D, N, .] nevertheless, as TensorFlow treats it, so
+        only the shape changes.
         """
         if self.batch_major_states == "reinterpret":
             return array.reshape(self.convert_shape(array.shape))
         return self.convert_sequence(array)
 
     def states_by_layer(self, where: Layout, **states: mx.array) -> Arrays:
-        """Convert states from the layout of the op's arguments to h [L, N, D S] and, for an lstm, c [L, N, D H]: one
-        array per layer, with its D directions side by side. L: layers, N: batch, S: the width of h, H: the width of c.
-        states: by name, h0 and c0 or dhT and dcT; in other modes those of c are dropped."""
+        """Convert states, or their gradients, from the layout of the op's arguments to [L, N, D S] for h and, in an
+        lstm, [L, N, D H] for c: by layer, with both directions of a layer side by side. L: layers, N: batch, D:
+        directions, S: the width of h, H: the width of c. states: h0 and c0, or dhT and dcT, by name. In modes other
+        than lstm the array of c is left out of the result."""
         names = [name for name in states if where.mode == "lstm" or "c" not in name]
         return {name: by_layer(self.convert_states(states[name]), where.D) for name in names}
 
@@ -203,16 +208,16 @@ class Stack(NamedTuple):
     def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
         """Check arrays and attributes. Return the layout of the parameter buffer, and the sequence lengths [N], or None
         if all lengths equal T. inputs: input, input_h, input_c and params. The number of layers and units is read from
-        the shapes of the states."""
+        the shapes of the states. N: the batch size, T: the number of steps."""
         op, attributes, (input, input_h, input_c, params) = self.op, self.attributes, inputs
+        check_attributes(op, attributes)  # first, because rnn_mode and direction say what the states must be
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
         check_array(op, "input", input, self.convert_shape(["T", "N", "I"]))
         check_sizes(op, "input", input)  # no axis of size 0
         check_device(op, input.dtype, choice.current_device())  # float64 runs on the CPU only
         T, N, I = self.convert_shape(input.shape)
-        # The width of h may be that of a projection, but c always has one element per unit. So read H from c, if there
-        # is one.
+        # Read the number of units H from c, if there is one, because h may have the width of a projection.
         name, state = ("input_c", input_c) if attributes.rnn_mode == "lstm" else ("input_h", input_h)
         check_array(op, name, state, self.convert_shape(["L * D", N, "H"]), input.dtype)
         check_sizes(op, name, state)
@@ -225,15 +230,16 @@ class Stack(NamedTuple):
         check_params(op, where, params, input.dtype)
         if self.forward_name != "CudnnRNNV3":  # the other versions have no lengths
             return where, None
-        # traced: the lengths are a placeholder of `mx.compile` or the like, so their values cannot be read. shortest=1:
-        # as `cudnn_rnn_v3` documents.
+        # traced: the lengths are a placeholder, for example of `mx.compile`, so their values cannot be read.
+        # shortest=1: each sequence must have at least one step, as `cudnn_rnn_v3` documents.
         traced = isinstance(sequence_lengths, mx.array) and not have_values([sequence_lengths])
         lengths = check_lengths(op, sequence_lengths, N, T, traced=traced, name="sequence_lengths", shortest=1)
         return where, lengths if traced or (lengths < T).any().item() else None
 
     def check_outputs(self, where: Layout, input: mx.array, outputs: Outputs, cotangents: Outputs) -> None:
-        """Check that the outputs, and their gradients `cotangents`, have the shapes of a forward pass's outputs. Both
-        hold (output, output_h, output_c); of another mode than lstm the last one is ignored."""
+        """Check that two groups of arrays have the shapes of the forward op's outputs: `outputs`, which are (output,
+        output_h, output_c), and `cotangents`, their gradients. In modes other than lstm output_c and its gradient are
+        ignored. input: the op's argument, from which sizes are read."""
         # shapes: with time first; `convert_shape` swaps the first two axes if the caller's layout differs.
         T, N, _ = self.convert_shape(input.shape)
         shapes = {"output": [T, N, where.D * where.S], "output_h": [where.L * where.D, N, where.S]}
@@ -251,7 +257,7 @@ def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[
 
     With p = 1 all factors are 0, without a division by 0.
     """
-    # One random key from two seeds: the low 32 bits of `seed` are its high half, those of `seed2` its low half.
+    # Make one 64-bit random seed: its high half is the low 32 bits of `seed`, its low half the low 32 bits of `seed2`.
     high, low = (int(seed) % 2**32 for seed in (attributes.seed, attributes.seed2))
     kept = 1 - float(attributes.dropout)  # the probability that an element is kept
     shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / kept if kept else 0, x.dtype)
@@ -265,9 +271,9 @@ def run_layers(
     """Run all layers; return for each a dict of the outputs of the recurrence (h, hT, ...) and the dropout factors on
     the layer's h. params: the parameter buffer. x [T, N, I]: the stack's input. first: the first states h0 and c0 of
     all layers. factors: for each layer its dropout factors or None. options: lengths, engine, training and
-    checkpoint_every, as the functions of `OPS`, which run one layer, take them."""
-    # saves_gates: whether the reserve space needs the gates; a plain RNN (one gate) has none to save, since its
-    # gradient follows from h.
+    checkpoint_every, as the functions of `OPS`, which run one layer, take them. T, N, I: steps, batch, features."""
+    # saves_gates: whether the reserve space needs the gates. A plain RNN (one gate) saves none, because its gradient is
+    # computed from h.
     results, saves_gates = [], options["training"] and options["checkpoint_every"] is None and where.G > 1
     for layer, weights in enumerate(layer_arrays(where, params)):
         arrays = layer_arguments(where, layer, weights, x, first)
@@ -289,21 +295,21 @@ def run_layers_backward(
     """Return the gradients of each layer, as dicts by the names of the arguments (x, Wx, Wh, b, h0, ...). x: the
     stack's input. first: the first states h0, c0 of all layers. options: lengths and engine.
 
-    saved: what the forward pass saved for each layer (h, gates, c), also its dropout's `factors` on h (0, or 1 / (1 -
-    rate)). cotangents: "dh" [T, N, .] for h of the top layer; "dhT" and "dcT" [L, N, .] for the states after the last
-    step, of each layer.
-    """
+    saved: for each layer a dict of what the forward pass saved: h, gates, c, and the dropout factors on h, "factors".
+    cotangents: the incoming gradients "dh" [T, N, .] of the top layer's h, and "dhT" and "dcT" [L, N, .] of the states
+    of all layers after the last step. L, T, N: layers, steps, batch."""
     weights, gradients, last = layer_arrays(where, params), [], dict(cotangents)
     dh = last.pop("dh")
-    # input_factors[n]: the factors on the input of layer n, which is h of layer n - 1; None for layer 0. Popped, as the
-    # rest of saved[layer] becomes keywords below; those on h of the top layer, where no dropout is, stay unused.
+    # input_factors[n]: the dropout factors on the input of layer n, which is h of layer n - 1; None for layer 0. Pop
+    # them from `saved`, because the rest of saved[n] becomes keywords of the gradient function below. The last entry,
+    # for h of the top layer, is not used, because nothing is dropped there.
     input_factors = [None, *(layer.pop("factors", None) for layer in saved)]
     for layer in reversed(range(where.L)):
         layer_input = scaled(saved[layer - 1]["h"], input_factors[layer]) if layer else x
         arrays = layer_arguments(where, layer, weights[layer], layer_input, first)
         d = {name: states[layer] for name, states in last.items()} | {"dh": dh}
-        # `GRADIENTS` has the function of a kind of layer that takes its arguments, its saved outputs and their
-        # gradients. The loop runs from the top layer down, so insert the result at the front.
+        # The gradient function takes the layer's arguments, its saved outputs and their gradients. The loop runs from
+        # the top layer down, so insert the result at the front.
         gradients.insert(0, GRADIENTS[where.mode](**arrays, **saved[layer], **d, **options))
         dh = scaled(gradients[0]["x"], input_factors[layer])  # for h of the layer below
     return gradients
@@ -317,7 +323,8 @@ def scaled(h: mx.array, factors: mx.array | None) -> mx.array:
 def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, states: Arrays) -> dict[str, Any]:
     """Return a layer's arrays and options as arguments of `mlx_lstm.recurrence`. weights: the layer's arrays in the
     parameter buffer: Wx, Wh, the biases bW and bR [D, G H] of the input's and the recurrent product and, with a
-    projection, its matrix Wp. x: what the layer reads. states: the first states h0 and c0 of all layers."""
+    projection, its matrix Wp. x: what the layer reads. states: the first states h0 and c0 of all layers. D, G, H:
+    directions, gates, units."""
     arrays: dict[str, Any] = {name: weights[name] for name in ("Wh", "Wp") if name in weights}
     arrays |= {name: of_all[layer] for name, of_all in states.items()}
     # biases: b, the sum of both, and for a GRU also bhn. Their directions [D, .] become one axis.
@@ -350,14 +357,17 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
     reserve space is the array in which the forward op saves arrays for the backward op. x: the op's input, [steps,
     batch, features]. dropout: the probability; if it is 0, no factors are saved."""
     T, N, _ = x.shape
-    # widths: the size of an array per step and batch item. A plain RNN saves no gates: its gradient follows from h.
+    # widths: {name of an array: its size per step and batch item}. A plain RNN saves no gates, because its gradient is
+    # computed from h.
     widths = {} if where.mode.startswith("rnn") else {"gates": where.D * where.G * where.H}
     if where.mode == "lstm":
         widths["c"] = where.D * where.H
-    # The top layer's h is the op's output, which the caller passes to the backward op, and nothing drops it.
+    # Only the layers below the top layer save h and dropout factors. The top layer's h is the op's output, which the
+    # caller passes to the backward op, and it has no dropout.
     below_top = {"h": where.D * where.S} | ({"factors": where.D * where.S} if dropout else {})
     layers = [widths | below_top] * (where.L - 1) + [widths]
-    # BATCH_LAST: the arrays that `numpy` has in memory with the batch last. So packing copies them as they are.
+    # BATCH_LAST: the arrays that the engine `numpy` has in memory with the batch last. They are stored in this order,
+    # because then no transpose is needed.
     return [
         {name: (T, width, N) if name in BATCH_LAST else (T, N, width) for name, width in layer.items()}
         for layer in layers
@@ -367,12 +377,12 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
 def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, Any]], dtype: mx.Dtype) -> mx.array:
     """Store each layer's results in one array of this dtype, the reserve space, and return this array.
 
-    shapes: for each layer a dict from the names of the arrays to store, such as "gates", to their shapes; if the list
-    is empty, so is the reserve space. results: for each layer its arrays by name, from `run_layers`.
+    shapes: for each layer {name of an array to store, such as "gates": its shape}; if the list is empty, the reserve
+    space is empty, too. results: for each layer its arrays by name, from `run_layers`.
     """
     named = [(name, arrays[name]) for layer, arrays in zip(shapes, results, strict=False) for name in layer]
-    # The arrays are [T, N, .]. Those in BATCH_LAST are stored as [T, ., N], which is their order in memory if the
-    # engine `numpy` made them, so it takes no transpose.
+    # The arrays are [T, N, .]. Those in BATCH_LAST are stored as [T, ., N]. This is their order in memory if the engine
+    # `numpy` made them, so storing them needs no transpose.
     parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)
 
@@ -382,15 +392,15 @@ def unpack(
 ) -> list[Arrays]:
     """Return the arrays that the forward pass saved in the reserve space, as one dict of views per layer.
 
-    forward_name: TensorFlow's name of the forward op, for an error text. shapes: for each layer a dict from the names
-    of its stored arrays to their shapes, in the order of storage. dtype: that of the reserve space.
+    forward_name: TensorFlow's name of the forward op, for an error text. shapes: for each layer {name of a stored
+    array: its shape}, in the order of storage. dtype: the dtype that the reserve space must have.
     """
     if isinstance(reserve_space, mx.array) and reserve_space.ndim == 0:  # a forward pass without is_training
         raise ValueError(f"To use {forward_name} in gradients, is_training must be set to True.")
     sizes = [prod(shape) for layer in shapes for shape in layer.values()]
     why = ", but with checkpoint_every there is none," if getattr(reserve_space, "size", None) == 0 else ""
     check_array(op, "reserve_space", reserve_space, [sum(sizes)], dtype, why)
-    # `accumulate` returns where each array ends; the last end is that of the reserve space itself.
+    # `accumulate` returns where each array ends. [:-1]: without the last end, which is the end of the reserve space.
     parts = iter(mx.split(reserve_space, list(accumulate(sizes))[:-1]) if sizes else ())
     layers = [{name: next(parts).reshape(shape) for name, shape in layer.items()} for layer in shapes]
     # Return all arrays as [T, N, .]. Those in BATCH_LAST are stored as [T, ., N], the order in which the engine `numpy`

@@ -1,5 +1,6 @@
 """Let NumPy compute the small operations of a layer before and after its recurrence, if the recurrence itself runs on
-the CPU immediately. Each operation of MLX wakes another thread, which takes as long as one step of a small layer.
+the CPU immediately. MLX computes each operation in another thread, and waking this thread takes as long as one step of
+a small layer.
 
 A caller asks `computes_now` once, and then calls `by_numpy` or `by_mlx` with each function.
 """
@@ -16,7 +17,8 @@ from .numpy.weights import cached
 from .tracing import is_transforming
 
 Run = Callable[..., Any]
-"""Type of `by_mlx` and `by_numpy`: called with a function and arrays, they return the results of the function."""
+"""The type of `by_mlx` and `by_numpy`, which are called with a function and arrays, and return the function's
+results."""
 
 
 def computes_now(engine: str | None) -> bool:
@@ -35,11 +37,12 @@ def by_mlx(function: Run, *arrays: mx.array) -> Any:
 def by_numpy(function: Run, *arrays: mx.array) -> Any:
     """Return function(*arrays). NumPy computes the function on views of the arrays if these are small and all have the
     dtype float32 or all float64; otherwise MLX computes it. The function must accept both kinds of arrays."""
-    # NumPy has no bfloat16 and is slow in float16. As `to_mlx` gives all results one dtype, mixed ones are for MLX.
+    # MLX computes the function for all other dtypes: NumPy has no bfloat16 and is slow in float16, and arrays of
+    # different dtypes may have results of different dtypes, while `to_mlx` gives all results one dtype.
     dtypes, dtype = [array.dtype for array in arrays], arrays[0].dtype
     if dtypes.count(dtype) < len(dtypes) or dtype not in (mx.float32, mx.float64):
         return function(*arrays)
-    # With so many elements, to copy the results to MLX takes longer than to wait for MLX's threads.
+    # From LARGE_SIZE elements on, copying the results to MLX takes longer than waking MLX's thread.
     if sum([array.size for array in arrays]) >= LARGE_SIZE:
         return function(*arrays)
     mx.eval(arrays)
@@ -48,8 +51,9 @@ def by_numpy(function: Run, *arrays: mx.array) -> Any:
 
 
 def to_mlx(results: Any, dtype: mx.Dtype) -> Any:
-    """Return `results`, an array or nested lists and dicts of arrays, with each NumPy array copied to an MLX array. MLX
-    does not accept every NumPy view, so views are copied, too."""
+    """Return `results`, an array or nested lists and dicts of arrays, with each NumPy array copied to an MLX array. A
+    view is first copied to a contiguous array, because MLX does not accept every view. dtype: the dtype of the MLX
+    arrays."""
     if isinstance(results, np.ndarray):
         return mx.array(np.ascontiguousarray(results), dtype)
     if isinstance(results, dict):
@@ -58,6 +62,7 @@ def to_mlx(results: Any, dtype: mx.Dtype) -> Any:
 
 
 def derived(now: bool, kind: str, parameters: Any, derive: Callable[[Any], Any]) -> Any:
-    """Return `derive(parameters)` for a tree of parameters. If `now` (the call computes immediately), the result
-    comes from a cache. kind: a name that separates different results for the same parameters."""
+    """Return `derive(parameters)`, such as a sum of two biases. parameters: arrays in nested lists and dicts. now:
+    whether NumPy computes now (`computes_now`); the result then comes from a cache. kind: a part of the cache's key,
+    because the same parameters may have several results."""
     return cached(kind, parameters, derive) if now else derive(parameters)

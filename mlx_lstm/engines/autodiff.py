@@ -10,24 +10,28 @@ a graph. So each run is an `mx.custom_function` that tells MLX what to do instea
     mx.vmap                maps both graphs                            does not happen: `ops` runs instead of `numpy`,
                                                                        and MLX refuses to map a Metal kernel
 
-There is one exception: if `numpy` runs a single step of a plain RNN, `ops` runs the backward pass (see `is_rnn_step`).
+The backward pass of `numpy` has one exception: if a call is a single step of a plain RNN, `ops` computes the gradient
+(see `is_rnn_step`).
 
-A cotangent is the gradient of an output that comes from outside, from the loss. A rule is a function that MLX calls
-instead of its own derivative: vjp for the gradient, jvp for forward mode. It gets the primals (the arguments) and the
-cotangents or tangents. Arrays are in dicts by the names that `problem` lists; a rule gets them as tuples.
+A cotangent is the gradient of the loss with respect to an output; MLX passes it to the backward pass. A rule is a
+function that MLX calls instead of its own derivative: vjp for the gradient, jvp for forward mode. A rule gets the
+primals (the arguments) and the cotangents or tangents, each as a tuple of arrays. The other functions of this module
+pass arrays in dicts by name; the module `problem` lists the names.
 
-names: the names of the arrays of the call. visible: the names of the outputs that MLX sees. hidden: the names of
-results that Python saves for the backward pass without MLX; saved: these results. chunked: an object that runs the
-engine in chunks of time, or None. left_out: names of gradients that nobody asks for, which `numpy` does not compute.
-tap: an identity function after an output, whose rule notes that the output has a cotangent. mark: a scalar whose rule
-notes that MLX asks for the gradient of x. `for_engine` casts arrays to the dtypes that an engine reads. SEQUENCES: h,
-c, gates. HALVES: the 16-bit dtypes. ENGINE_MODULES: the module of each engine.
+These names stand in many functions below:
 
-From `Problem`: plain: nobody can ask for a gradient. training: the forward pass saves what the backward pass reads.
-packing: the format of quantized weights, or None; `dequantized` returns arrays with float weights instead.
+    names       the names of the arrays of the call
+    visible     the names of the outputs that MLX gets
+    hidden      the names of the results that only Python saves for the backward pass, in the dict `saved`
+    chunked     the object that runs the engine in chunks of time; None if the call is not divided
+    left_out    the names of the gradients that MLX does not ask for, so that `numpy` does not compute them
+    tap         an identity function after an output; its vjp rule notes that the output has a cotangent
+    mark        a scalar that depends on x; its vjp rule notes that MLX asks for the gradient of x
+    problem     the sizes and options of the call. plain: nobody can ask for a gradient. training: the forward pass
+                saves what the backward pass reads. packing: the format of quantized weights, or None
 
-A derivative that is refused must also be refused inside mx.vmap. But the default rule of MLX for mx.vmap drops all
-other rules of a custom function; `without_derivatives` keeps them.
+A derivative that is refused must also be refused inside mx.vmap. By default mx.vmap drops the vjp and jvp rules of a
+custom function; `without_derivatives` keeps them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -56,29 +60,31 @@ ENGINE_MODULES: dict[str, Any] = {"fused": fused, "stepwise": stepwise, "numpy":
 
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
 """Groups of outputs that share a tap, an identity function whose vjp rule notes that these outputs have a cotangent. A
-tap costs the host as much time as two kernel launches. hT and cT share one, because they
-are small: if one of them has no cotangent, zeros for it cost less than a second tap."""
+tap costs the host as much time as two kernel launches. The last states hT and cT share a tap because they are small: if
+only one of them has a cotangent, the backward pass reads zeros for the other, which costs less time than a second
+tap."""
 
 
 Refusal = Callable[[tuple[str, ...]], str]
-"""A function that returns why an engine's backward pass must not run, or an empty text if it may. It is called with the
-names of the outputs that have a cotangent, which are known only when MLX asks for the gradient."""
+"""The type of a function that returns why an engine's backward pass must not run, or an empty text if it may run. Its
+argument, the names of the outputs that have a cotangent, is known only when MLX asks for the gradient."""
 
 
 def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None = None) -> dict[str, Any]:
     """Run a recurrence on an engine. Return the outputs that the caller wants, by name; gates are None if the caller
     does not want them. x and the sequences are [B, T, .] with `batch_first`. For a single step x may be [B, I].
 
-    arrays: the arguments x, Wx, Wh and so on, by name; `engines.problem` lists their shapes. refusal: called with the
-    names of the outputs that have a cotangent, it returns a reason if the engine's backward pass must not run. Engine
-    `ops` then computes the gradients.
+    arrays: the arguments x, Wx, Wh and so on, by name; `engines.problem` lists their shapes. refusal: a function that
+    is called with the names of the outputs that have a cotangent. It returns a reason if the engine's backward pass
+    must not run; then the engine `ops` computes the gradients.
 
-    The gradient of the outputs is the engine's backward pass (`differentiable`), with two exceptions: nobody can ask
-    for a gradient (the problem is `plain`), or MLX derives it from the operations of `ops`. Arrays of 16 bits are
-    prepared by `for_engine` here unless the call runs in chunks, which prepare their own.
+    The gradient of the outputs comes from the engine's backward pass (`differentiable`), except in two cases: nobody
+    can ask for a gradient (`problem.plain`), or MLX derives the gradient from the operations of `ops`. Here
+    `for_engine` casts 16-bit arrays to the dtypes that the engine reads; if the call runs in chunks, the object
+    `chunked` casts them chunk by chunk.
     """
     dtype, batch_first = problem.dtype, problem.batch_first
-    if problem.plain and engine == "numpy":  # `numpy` reads both memory orders of x without an operation of MLX
+    if problem.plain and engine == "numpy":  # `numpy` reads x as [B, T, I], too, so no swapaxes is needed
         if dtype in HALVES:
             arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
@@ -115,8 +121,8 @@ def graph_of_step(problem: Problem, arrays: Arrays) -> Arrays:
     """Run a single step on engine `ops`. Return the outputs that the caller wants, by name. MLX derives the gradient
     from the graph of the outputs."""
     x, time = arrays["x"], 1 if problem.batch_first else 0  # the axis of time
-    # Under mx.compile(shapeless=True) the caller may pass an x of another size later. `reshape` then raises an error.
-    # `squeeze` would not, and the result could have a wrong shape.
+    # Remove the axis of time by `reshape`, not by `squeeze`: under mx.compile(shapeless=True) the caller may pass an x
+    # of another size later, for which `reshape` raises an error, while `squeeze` could give a wrong result.
     x = (x if x.ndim == 3 else x[None]).reshape(problem.B, x.shape[-1])
     outputs = ops.forward_step(problem, arrays | {"x": x})
     shown = {name: outputs[name] for name in shown_of(problem)}
@@ -138,7 +144,8 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
     """
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
 
-    # No chunks: they would compute the outputs again, which the caller passes here. {}: nothing was saved besides them.
+    # chunked=None: a run in chunks would compute the outputs again, which the caller passes as `saved`. The empty dict:
+    # the forward pass saved nothing besides these outputs.
     def of_all_steps() -> Arrays:
         return backward(problem, arrays, engine, chunked=None, cotangents=cotangents, forward=(dict(saved), {}))
 
@@ -146,7 +153,7 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
         gradients = of_all_steps()
     elif problem.plain:  # nobody can ask for a derivative of the gradients
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
-    else:  # `numpy` evaluates its arrays; they must keep their graphs, which an outer derivative needs
+    else:  # `numpy` evaluates its arrays, which must not lose their graphs: an outer derivative needs these
         gradients = with_graphs_kept(of_all_steps)
     return {name: gradients[name].astype(problem.dtype) for name in with_gradient(problem, arrays)}
 
@@ -161,8 +168,9 @@ def with_gradient(problem: Problem, arrays: Arrays) -> list[str]:
 def differentiable(
     problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, refusal: Refusal | None
 ) -> Arrays:
-    """Return the engine's outputs by name. Their gradient is the engine's backward pass. refusal: returns a reason if
-    that backward pass must not run; then `ops` computes the gradient.
+    """Run the engine and return its outputs by name. If MLX asks for their gradient, the engine's backward pass
+    computes it. refusal: a function that returns a reason if the backward pass must not run; then `ops` computes the
+    gradient.
 
     A custom function of MLX must get every array as an argument. MLX treats any other array that the function reads
     as a constant: MLX does not map it, and its gradient is 0.
@@ -171,7 +179,8 @@ def differentiable(
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
     names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]  # sweeps: has the functions forward and backward
-    # MLX gets the outputs `visible`. Python saves the results `hidden` in `saved`, without MLX, for the backward pass.
+    # MLX gets the outputs that `visible` names. The results that `hidden` names are saved only in the dict `saved`,
+    # from which the backward pass reads them.
     visible, hidden = saved_of(problem, engine, names) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}
     # used: the names of the outputs that have a cotangent. In training the taps (identity functions after the outputs)
@@ -187,7 +196,7 @@ def differentiable(
         outputs = sweeps.forward(problem, dict(zip(names, values, strict=True)))
         if hidden:
             saved.update({name: outputs.get(name) for name in hidden})
-        if chunked is not None:  # put zeros in place of evaluated sequences, until the taps return the real ones
+        if chunked is not None:  # MLX gets zeros instead of evaluated sequences; the taps below return the sequences
             outputs = chunked.stand_ins(outputs, visible)
         return tuple([outputs[name] for name in visible])
 
@@ -208,7 +217,7 @@ def differentiable(
             # MLX calls this rule later, when another stream may be the default. `numpy` needs a stream of the CPU.
             with mx.stream(mx.cpu) if engine == "numpy" else nullcontext():
                 gradients = backward(problem, given, engine, chunked, cotangents, (shown, saved), left_out)
-        if chunked is None:  # release the gates; if MLX asks for the gradient again, the engine recomputes them
+        if chunked is None:  # free the saved gates; if MLX asks for the gradient again, the engine recomputes them
             saved.clear()
         # MLX needs one result for each argument. Arguments without a gradient, such as lengths, get zeros.
         return tuple([gradients[name] if name in gradients else mx.zeros_like(given[name]) for name in names])
@@ -223,8 +232,8 @@ def differentiable(
     evaluates = engine == "numpy" or evaluated_chunks
     results = with_graphs_kept(lambda: function(*arrays.values())) if evaluates else function(*arrays.values())
     outputs: Arrays = dict(zip(visible, results, strict=True))
-    # Without training `used` has all names already, so taps would have nothing to note. With evaluated chunks they are
-    # needed in any case: there the taps also exchange the stand-ins for the real sequences.
+    # Without training `used` contains all names already, so taps would have nothing to note. Evaluated chunks need taps
+    # in any case: MLX got zeros (stand-ins) instead of their sequences, and the taps return the sequences.
     if not problem.training and not evaluated_chunks:
         return outputs
     return with_taps(problem, outputs, used, chunked, mark)
@@ -233,7 +242,9 @@ def differentiable(
 def with_taps(
     problem: Problem, outputs: Arrays, used: set[str], chunked: Chunked | None, mark: mx.array | None
 ) -> Arrays:
-    """Return the outputs after their taps (`tapped`), one for each group in TAPS."""
+    """Return the outputs after their taps: identity functions that add the names of the outputs with a cotangent to the
+    set `used`. Outputs of one group in TAPS share a tap. chunked: holds the real sequences if chunks were evaluated, or
+    None. mark: a scalar that the taps take as an argument, to notice that MLX asks for the gradient of x; or None."""
     shown = shown_of(problem)
     for group in [[name for name in sharing if name in shown] for sharing in TAPS]:
         outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked, mark), strict=True)
@@ -246,7 +257,7 @@ def forward_mode(
     """Return the forward-mode rule (jvp) of a custom function whose arguments are the arrays `names` and whose results
     are the outputs `visible`. On every engine but `ops` the rule raises RuntimeError."""
 
-    # The outputs as a graph that MLX can differentiate. `plain_outputs` builds it for a call in chunks.
+    # Return the outputs as a graph that MLX can differentiate; for a call in chunks `plain_outputs` builds this graph.
     def outputs_of(*values: mx.array) -> list[mx.array]:
         given = dict(zip(names, values, strict=True))
         outputs = ops.forward(problem, given) if chunked is None else plain_outputs(problem, given, chunked)
@@ -265,10 +276,10 @@ def forward_mode(
 def has_plain_gradient(problem: Problem) -> bool:
     """Return whether MLX's own gradient of the graph of engine `ops` is used, without a custom function.
 
-    It is used for a cell that the user wrote: `ops` has no other gradient for it, and keeps the values past an item's
-    end out of it. It is also used for a single step of any other cell, where a custom function would cost twice as
-    much. Such a step must not have quantized weights, nor options whose masked or infinite values would make MLX's
-    gradient NaN: lengths, and activations whose result may be infinite (`UNBOUNDED`).
+    There are two such calls. For a cell that the user wrote `ops` has no other gradient. For a single step of a
+    built-in cell a custom function would cost twice as much time. But the step must not have quantized weights, because
+    only a custom function refuses their gradient. It must not have lengths or an activation whose result may be
+    infinite (`UNBOUNDED`) either, because MLX's own gradient could be NaN.
     """
     cell = problem.cell
     if isinstance(cell, PointwiseCell):
@@ -285,13 +296,14 @@ def is_plain_step(problem: Problem) -> bool:
 
 
 def is_rnn_step(problem: Problem) -> bool:
-    """Return whether a call is a single step of a plain RNN with fewer batch items than hidden units. After a forward
-    pass on `numpy`, engine `ops` then computes the gradients: a program that makes a call for each step needs half as
-    much memory with `ops`. A norm of the input's product is excluded, because `ops` does not compute it.
+    """Return whether `ops` computes the gradients after a forward pass on `numpy`. It does if the call is a single step
+    of a plain RNN with fewer batch items than hidden units: a program that makes a call for each step then needs half
+    as much memory. A cell that normalises the input's product is excluded, because `ops` does not compute this norm.
 
     The gradients of `ops` are a graph, which MLX evaluates after the transformation; it frees each array after its last
-    use. `numpy` would evaluate the gradients during the transformation, which keeps them until its end. A plain RNN
-    saves only h for them, so these gradients would be most of the memory. With more batch items `numpy` is much faster.
+    use. `numpy` would evaluate the gradients during the transformation, which keeps them until its end. As a plain RNN
+    saves only h for its backward pass, the gradients would be most of the memory. With more batch items `numpy` is much
+    faster.
     """
     is_small = problem.T == 1 and problem.B < problem.H and problem.cell.op == "rnn"
     return is_small and not normalises_input(problem.cell)
@@ -315,7 +327,7 @@ def tapped(
     shows = values if chunked is None else chunked.real_sequences(names, values)
     marks = () if mark is None else (mark,)
 
-    # The vjp rule: the gradients of the outputs are their cotangents, and the gradient of the mark is 0.
+    # The vjp rule returns one gradient per argument of the tap: for an output its cotangent, for the mark 0.
     def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
         used.update(names)
         return (*cotangents, *zeros)
@@ -329,7 +341,8 @@ def tapped(
 
 
 MARK = "the gradient of x"
-"""What the set `used`, which otherwise has names of outputs, contains if MLX asks for the gradient of x."""
+"""An element of the set `used`. It says that MLX asks for the gradient of x. All other elements are names of outputs
+with a cotangent."""
 
 
 def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
@@ -341,7 +354,8 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
     recurrence.
     """
 
-    # The vjp rule of the mark. The mark's gradient does not depend on the arguments, so it is zeros like x.
+    # The vjp rule of the mark. It notes that MLX asks for the gradient of x, and returns zeros as this gradient,
+    # because the mark is a constant.
     def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         used.add(MARK)
         return mx.broadcast_to(mx.array(0, primal.dtype), primal.shape)
@@ -358,11 +372,14 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     wants them. MLX gets the gates if the caller wants them. Otherwise:
 
     - `ops`: MLX gets the gates. The backward pass of `ops` reads them, and MLX can differentiate this pass again.
-    - `fused`, `stepwise` in training: MLX gets the gates. But if `stepwise.keeps_rows`, Python saves what contains the
-      gates, under the name `stepwise.ROWS`: up to 20 arrays of rows (a row is what the launch of a step writes). If
-      these arrays were outputs, they would cause a third of the time in which MLX builds and frees the graph.
+    - `fused`, `stepwise` in training: MLX gets the gates. There is one exception, if `stepwise.keeps_rows`: each launch
+      of `stepwise` computes one step and writes a row of results, gates among them. Python saves these rows, in up to
+      20 arrays, under the name `stepwise.ROWS`. If MLX got these arrays, too, building and freeing its graph would take
+      half as long again.
     - `fused`, `stepwise` without training: Python saves None, because they compute no gates.
-    - `numpy`: Python saves the gates. In any case it also saves the normalised products ("norms"), if there are any.
+    - `numpy`: Python saves the gates.
+
+    With layer normalisation on `numpy` Python also saves the normalised products, under the name "norms".
     """
     visible: list[str] = [*problem.cell.outputs]
     if engine == "numpy" and not problem.wants_last:
@@ -389,12 +406,12 @@ def backward(
     """Return the gradients of all arrays except lengths and quantized weights. MLX can differentiate these gradients
     again as far as the engine supports it.
 
-    cotangents: those of some outputs. forward: the outputs of the forward pass that MLX sees, and the arrays that it
-    saved where MLX does not see them.
+    cotangents: the cotangents of some outputs. forward: (the outputs that MLX got from the forward pass, the results
+    that only Python saved).
     """
     outputs, hidden = forward
-    # The gradients of `ops` are a graph that MLX can differentiate again. Gradients of evaluated chunks have no graph;
-    # they need a rule for that.
+    # The gradients of `ops` are a graph, so MLX can differentiate them again. If chunks were evaluated, their gradients
+    # have no graph: `evaluated_gradients` adds a rule for second derivatives.
     if engine == "ops" or (engine == "numpy" and chunked is None and is_rnn_step(problem)):
         floats = dequantized(problem.packing, arrays)
         if chunked is None:
@@ -405,13 +422,13 @@ def backward(
     wanted = with_gradient(problem, arrays)  # the names of the arrays that have a gradient
     if set(wanted) <= set(left_out):  # a custom function of MLX needs at least one result
         left_out = ()
-    # The names of the results. `numpy` returns some gradients as factors: "Wh 0" and "Wh 1" are two factors of that of
-    # Wh, which `numpy.multiplied` multiplies.
+    # The names of the results. `numpy` returns some gradients as two factors: the gradient of Wh as "Wh 0" and "Wh 1",
+    # which `numpy.multiplied` multiplies later.
     names: list[str] = []
 
     def gradients_of(*values: mx.array) -> tuple[mx.array, ...]:
         rest = iter(values)
-        # Divide the arguments again, in the order of `values` below: arrays, their cotangents d, and saved outputs.
+        # Make dicts of the arguments, in the order of `values` below: the arrays, the cotangents d, the saved outputs.
         given, d, saved = (dict(zip(named, rest, strict=False)) for named in (arrays, cotangents, outputs))
         gradients = engine_gradients(problem, given, engine, chunked, d, saved | hidden, left_out)
         names[:] = [name for name in gradients if name.partition(" ")[0] in wanted]
@@ -421,9 +438,9 @@ def backward(
     values = (*arrays.values(), *cotangents.values(), *outputs.values())
     results = without_derivatives(gradients_of, error)(*values)
     gradients = dict(zip(names, results, strict=True))
-    # `without_derivatives` makes a custom function, and MLX computes all results of a custom function together. The
-    # weight gradients of `numpy` shall be computed one by one, so they are multiplied only here, outside of that
-    # function.
+    # MLX computes all results of a custom function together, and `without_derivatives` makes a custom function. So the
+    # factors of the weight gradients are multiplied here, outside of it: then MLX can compute these large gradients one
+    # by one.
     return numpy.multiplied(gradients) if engine == "numpy" else gradients
 
 
@@ -439,8 +456,8 @@ def engine_gradients(
     """Return the gradients that the engine `numpy`, `fused` or `stepwise` computes. `numpy` returns some large weight
     gradients as pairs of factors; `numpy.multiplied` multiplies them later, one by one.
 
-    `numpy` can compute only with arrays that have values. In a Jacobian by mx.vmap the cotangents have none; then the
-    engine `ops` computes the gradients.
+    `numpy` can compute only with arrays that have values. If mx.vmap computes a Jacobian, the cotangents have no
+    values; then the engine `ops` computes the gradients.
 
     saved: what the forward pass saved, by name. left_out: () or ("x",).
     """
@@ -448,8 +465,8 @@ def engine_gradients(
     if engine != "numpy":
         floats = arrays if problem.packing is None else dequantized(problem.packing, arrays)
         return sweeps.backward(problem, floats, saved, cotangents)
-    # `have_values` evaluates the arrays. transforming=False: it does nothing to keep their graphs, because this runs in
-    # a vjp rule, where MLX keeps the graphs of evaluated arrays anyway.
+    # `have_values` evaluates the arrays. transforming=False: `have_values` does nothing to keep their graphs, because
+    # this code runs in a vjp rule, where MLX keeps the graphs of evaluated arrays anyway.
     if have_values([*arrays.values(), *cotangents.values()], transforming=False):
         if chunked is None:
             return numpy.backward(problem, arrays, saved, cotangents, as_factors=True, left_out=left_out)
@@ -458,9 +475,9 @@ def engine_gradients(
     gates = saved.get("gates")
     if normalises_input(problem.cell):
         return gradients_with_input_norm(problem, floats, cotangents)
-    # The backward pass of `ops` reads h, c and gates, each as one array with all steps. The forward pass runs again if
-    # they are not there: chunks may have saved only their first states; with lengths `numpy` saves a list of gates, an
-    # array per segment of the steps; without training it saves no gates. A plain RNN needs no gates.
+    # The backward pass of `ops` reads h, c and, except for a plain RNN, gates, each as one array with all steps. The
+    # forward pass runs again if such an array is missing: chunks may have saved only their first states; with lengths
+    # `numpy` saves the gates as a list of arrays for parts of the steps; without training it saves no gates.
     if chunked or isinstance(gates, list) or (gates is None and problem.cell.op != "rnn"):
         saved = ops.forward(problem, floats)
     saved = {name: a for name, a in saved.items() if a is not None and name != "norms"}
@@ -469,16 +486,16 @@ def engine_gradients(
 
 
 def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arrays) -> Arrays:
-    """Return the gradients that the engine `ops` computes, if the input's product is normalised. `ops` runs only the
-    steps; `before_steps` normalises the product before them. So the gradients of the steps come first, and MLX's own
-    gradient of `before_steps` continues them to the arrays of the call. floats: these arrays, none of them
-    quantized."""
-    # MLX differentiates all arrays but `rest`, the lengths, which are integers.
+    """Return the gradients that the engine `ops` computes for a cell that normalises the input's product.
+    `before_steps` normalises this product, and `ops` runs the steps. So `ops` first computes the gradients of the
+    normalised product and of the other arrays of the steps. From these MLX derives the gradients of the arrays of the
+    call. floats: the arrays of the call, with dequantized weights."""
+    # names: the arrays that MLX differentiates. rest: lengths, which are integers and have no gradient.
     names = [name for name in floats if name != "lengths"]
     rest = {name: floats[name] for name in floats if name == "lengths"}
 
-    # Return (cell, arrays) for the steps: x is the normalised product, and the cell does not normalise it again.
-    # batch_first: engines get x as [T, B, I]. The third result is the packing, None.
+    # Return (cell, arrays) for the steps. There x is the normalised product, and the cell no longer normalises it. The
+    # packing, the third result of `before_steps`, is left out: no weight is quantized here.
     def of_steps(arrays: Arrays) -> tuple[AnyCell, Arrays]:
         return before_steps(problem.cell, arrays, packing=None, directions=problem.directions, batch_first=False)[:2]
 
@@ -494,9 +511,10 @@ def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arra
 
 
 def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cotangents: Arrays, saved: Any) -> Arrays:
-    """Return the gradients of the engine `ops`. They are computed and evaluated chunk by chunk to save memory, so MLX
-    has no graph of them. If MLX asks for their derivatives (a second derivative), `plain_gradients` computes the same
-    gradients again as one graph of all steps, which MLX differentiates."""
+    """Return the gradients that the engine `ops` computes and evaluates chunk by chunk to save memory. Evaluated
+    gradients have no graph. So if MLX asks for a second derivative, `plain_gradients` computes the same gradients again
+    as one graph of all steps, which MLX differentiates. floats: the arrays of the call, with dequantized weights.
+    saved: what the forward pass saved."""
     # A custom function takes arrays only as arguments, one after the other: all arrays but lengths (integers, which
     # have no gradient), then the cotangents. `split` makes dicts of them again.
     names = [name for name in floats if name != "lengths"]
@@ -520,8 +538,8 @@ def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cota
 
 
 def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return the same arrays, with a derivative rule for the quantized weights: asking MLX for the gradient of such a
-    weight raises an error."""
+    """Return the same arrays. The quantized weights among them now have a derivative rule that raises an error if MLX
+    asks for their gradient."""
     names = packed_names(arrays)
     error = (
         f"[{problem.cell.op}] quantized weights have no gradient: freeze them, as layer.freeze() does, or "
@@ -544,8 +562,8 @@ def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: st
         raise RuntimeError(error)
 
     # The rule for mx.vmap: map `function` over the axes that MLX names, and refuse derivatives of the mapped function,
-    # too. It returns the results and the axis of each along which it is mapped, 0. `function` may evaluate its
-    # arguments, which must keep their graphs for an outer derivative.
+    # too. Return the results, and for each result the axis along which it is mapped (0). `function` may evaluate its
+    # arguments; `with_graphs_kept` keeps their graphs, which an outer derivative needs.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = without_derivatives(mx.vmap(function, in_axes=axes), error)
         results = with_graphs_kept(lambda: mapped(*values))
@@ -562,11 +580,12 @@ def with_derivatives_of(
     plain: Callable[..., tuple[mx.array, ...]], function: Callable[..., tuple[mx.array, ...]]
 ) -> Any:
     """Return a function that computes its results with `function`, and the derivatives of these results with `plain`.
-    Both compute the same results, but those of `function` have no graph, so MLX can differentiate only `plain`. Both
-    take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
+    Both compute the same results, but the results of `function` have no graph, so MLX can differentiate only `plain`.
+    Both take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
 
-    # The rule for mx.vmap: map both functions over the axes that MLX names. Each result is mapped along its axis 0.
-    # `function` evaluates its arguments, which must keep their graphs for an outer derivative.
+    # The rule for mx.vmap: map both functions over the axes that MLX names. Return the results, and for each result the
+    # axis along which it is mapped (0). `function` evaluates its arguments; `with_graphs_kept` keeps their graphs,
+    # which an outer derivative needs.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))
         results = with_graphs_kept(lambda: mapped(*values))
@@ -582,12 +601,12 @@ def with_derivatives_of(
 def tangents_of(
     function: Callable[..., Any], values: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
 ) -> list[mx.array]:
-    """Return the tangents of a function's results, computed from the tangents of those values that have one. values:
-    the arguments of the function. tangents: one for each value, or None for a value that is a constant.
+    """Return the tangents (forward-mode derivatives) of a function's results. values: the arguments of the function.
+    tangents: one for each value, or None for a value that is a constant.
 
-    MLX's default rule calls mx.jvp for all values, with zero tangents for the values that have none. If such a value
-    is a copy of an array of an outer transformation, mx.jvp replaces it by the original array, and the outer
-    derivative would silently be 0. Here the values without a tangent are constants, which mx.jvp does not touch.
+    MLX's default rule passes all values to mx.jvp, with zeros as the missing tangents. If a value without a tangent is
+    a copy of an array of an outer transformation, mx.jvp then replaces it by the original array, and the outer
+    derivative silently becomes 0. Here mx.jvp gets only the values that have a tangent; the others are constants.
     """
     moving = {n: tangent for n, tangent in enumerate(tangents) if tangent is not None}
 

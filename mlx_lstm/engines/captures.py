@@ -1,17 +1,16 @@
 """Find what a function reads besides its arguments (what it captures): variables of enclosing functions, global
-variables, defaults, and what these objects hold. A cache of the function's results needs these values in its key.
+variables, defaults, and what these objects hold. A cache of the function's results needs the captured numbers in its
+key, and the gradient of a function needs the captured arrays.
 
-The search begins at the function and follows objects in objects, up to the limits DEEPEST, MOST and LARGEST. It follows
-an attribute only if the code that reads the object contains the attribute's name.
+The search begins at the function and follows objects in objects, up to the limits DEEPEST and MOST. It follows an
+attribute only if the code that reads the object contains the attribute's name.
 """
 
 import sys
-from array import array
 from collections import deque
-from collections.abc import Callable, ItemsView, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, KeysView, ValuesView
 from contextlib import suppress
 from contextvars import ContextVar
-from decimal import Decimal
 from dis import get_instructions
 from functools import lru_cache, partial
 from types import (
@@ -31,9 +30,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-DEEPEST, MOST, LARGEST = 16, 2000, 4096
-"""Limits of a search: how deep it follows objects in objects, how many objects it visits, and the bytes of a NumPy
-array whose numbers it puts into the key."""
+DEEPEST, MOST = 16, 2000
+"""Limits of a search: how deep it follows objects in objects, and how many objects it visits."""
 
 LIBRARIES = ("mlx", "numpy", "math", "builtins")
 """Packages whose functions and constants do not change, so that the search does not enter them. Only their layers hold
@@ -45,6 +43,9 @@ OWN = __name__.partition(".")[0]
 PLAIN = (type(None), bool, int, str, bytes, complex, slice, range, mx.Dtype)
 """Types whose values are put into the key without a search, because they hold no other objects. (`visit` handles float,
 whose NaN is not equal to itself.)"""
+
+CONTAINERS = (list, tuple, set, frozenset, dict)
+"""Types of containers that hold nothing else than their contents."""
 
 HIDING_READERS = {"globals", "locals", "eval", "exec", "__import__", "import_module"}
 """Functions by which code reads what its own names do not tell."""
@@ -61,10 +62,6 @@ the same type, and the module in its attribute `__self__`."""
 
 COMPILED: type = type(mx.compile(abs))
 """The type of the functions that `mx.compile` returns. MLX records their operations once."""
-
-
-class TooMuch(Exception):
-    """Raised if a function captures more than a search may visit."""
 
 
 class Itself:
@@ -118,199 +115,160 @@ def reference(value: Any) -> Callable[[], Any]:
 
 
 class Captured:
-    """What a function captures. key: the numbers, texts and code that it can reach, as a list of values that can be
-    compared. arrays: the MLX arrays, of which the key has only shape and dtype. modules: the modules of `mlx.nn`.
-    named: the arrays that other objects, classes, functions and Python modules hold in an attribute, as pairs
-    (attribute, array), without those that a property computes. is_whole: whether the key surely has all numbers that
-    the function reads. It may lack some if there is an object, an array or a container of a user's class: code may read
-    them in ways that its names do not tell, such as `getattr(self, name)`, or as arguments of another function. stops:
-    whether code that the search finds names `mx.stop_gradient`.
+    """What a function captures.
 
-    The search follows an attribute of an object or of a Python module only if the code that reads the object contains
-    the attribute's name.
+    key: the numbers, texts and code that it can reach, as a list of values that can be compared. is_whole: whether the
+    key surely has all of them. It is not whole if the function reads an object, an array or a class of the user's,
+    whose numbers code may reach in ways that its names do not tell, such as `getattr(self, name)`, or if the search
+    reached its limits.
+
+    modules: the modules of `mlx.nn`. arrays: the MLX arrays outside of modules, as pairs (path, array). A path, such as
+    "self.weights.0", says how the function's code reaches the array; it is "" if a property computes the array.
     """
 
-    def __init__(self, function: Callable[..., Any], partly: bool = False):
-        """Search `function`. If it captures more than the limits allow, raise `TooMuch`; with `partly`, leave out what
-        lies beyond the limits."""
+    def __init__(self, function: Callable[..., Any]):
         self.key: list[Any] = []
-        self.arrays: list[mx.array] = []
-        self.modules: list[nn.Module] = []
-        self.named: list[tuple[str, mx.array]] = []
         self.is_whole: bool = True
-        self.stops: bool = False
-        self.seen: dict[tuple[int, tuple[str, ...], bool], Any] = {}  # holds the objects, so that their ids stay theirs
-        self.attribute: str | None = None  # the attribute whose list, dict or other container is being searched
-        self.partly: bool = partly
-        self.visit(function, (), 0)
+        self.modules: list[nn.Module] = []
+        self.arrays: list[tuple[str, mx.array]] = []
+        # The objects visited so far, by id. They are held here, so that no new object gets the id of a dead one.
+        self.seen: dict[tuple[int, tuple[str, ...], bool], Any] = {}
+        self.visit(function, "", (), 0)
 
-    def visit(self, value: Any, names: tuple[str, ...], depth: int) -> None:
-        """Search one object. names: the names in the code that reads it; the search follows no other
-        attributes. depth: how many objects lead from the function to this one."""
+    def visit(self, value: Any, path: str, names: tuple[str, ...], depth: int) -> None:
+        """Search one object. path: how the function's code reaches it, or "". names: the names in the code that reads
+        it; the search follows no other attributes. depth: how many objects lead from the function to this one."""
         if isinstance(value, float):
             self.key.append((type(value), float.hex(value)))  # so -0.0 differs from 0.0, and NaN equals NaN
         elif isinstance(value, PLAIN):
             self.is_whole &= type(value) in PLAIN  # an IntEnum may have attributes
             # As texts: Python cannot hash a slice in all its versions, and 0j == -0j, but their texts differ.
             self.key.append((type(value), str(value) if isinstance(value, (slice, complex)) else value))
-        elif isinstance(value, (np.ndarray, np.generic)):
-            if value.nbytes > LARGEST or value.dtype.hasobject:
-                return self.stop()
-            self.key.append((value.dtype.str, value.shape, value.tobytes()))
+        elif isinstance(value, (np.number, np.bool_)):
+            self.key.append((type(value), value.tobytes()))
         elif isinstance(value, mx.array):
             # A graph may depend on an array's shape. `cell_tracer.absorb` refuses a graph that contains the array, but
             # code may also read its numbers as Python numbers, as in `rate.item()` or `if flag`.
             self.is_whole = False
             self.key.append((mx.array, value.shape, value.dtype))
-            self.arrays.append(value)
-            self.named += [] if self.attribute is None else [(self.attribute, value)]
-        elif (key := (id(value), names, self.attribute is None)) not in self.seen:
-            self.seen[key] = value
+            self.arrays.append((path, value))
+        elif (key := (id(value), names, bool(path))) not in self.seen:
             # An object that was visited with other names is visited again: other attributes of it are followed.
+            self.seen[key] = value
             if depth > DEEPEST or len(self.seen) > MOST:
-                return self.stop()
-            self.enter(value, names, depth + 1)
+                self.is_whole = False
+            else:
+                self.enter(value, path, names, depth + 1)
 
-    def stop(self) -> None:
-        """Leave out an object that lies beyond the limits, or raise `TooMuch` if nothing may be left out."""
-        if not self.partly:
-            raise TooMuch
-
-    def enter(self, value: Any, names: tuple[str, ...], depth: int) -> None:
-        """Search the parts of an object that is not a single value. names: the names in the code that reads the object;
-        the search follows no other attributes. depth: how many objects lead from the function to these parts."""
+    def enter(self, value: Any, path: str, names: tuple[str, ...], depth: int) -> None:
+        """Search the parts of an object that is not a single value. path, names: as in `visit`. depth: how many objects
+        lead from the function to these parts."""
         if isinstance(value, MethodType):
-            self.within(None, [value.__func__], names, depth)
             code = getattr(value.__func__, "__code__", None)  # a method that Python did not compile has no code
-            self.within(None, [value.__self__], names_in(code) if code else names, depth)
+            self.visit(value.__func__, path, names, depth)
+            self.visit(value.__self__, "self", names_in(code) if code else names, depth)
         elif isinstance(value, partial):
             self.is_whole &= type(value) is partial and not vars(value)
-            self.many([value.func, list(value.args), value.keywords], names, depth)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            self.is_whole &= type(value) in (list, tuple, set, frozenset)  # a NamedTuple may have methods
-            self.key.append((type(value), len(value)))
-            self.many(value, names, depth)
-        elif isinstance(value, dict) and not isinstance(value, nn.Module):
-            self.is_whole &= type(value) is dict
-            self.key.append((dict, len(value)))
-            self.many([each for pair in value.items() for each in pair], names, depth)
-        elif (held := held_by(value)) is not None:
-            self.is_whole = False
-            self.key.append((type(value), len(held)))
-            self.many(held, names, depth)
-        elif isinstance(value, nn.Module) and library_of(value) in LIBRARIES:
+            parts = [("func", value.func), ("arguments", value.args), ("keywords", value.keywords)]
+            self.many(parts, path, names, depth)
+        elif isinstance(value, nn.Module) and is_of_library(value):
             # The code of a layer of mlx.nn does not change, but what it holds does: numbers in its attributes, arrays
             # and further layers in its items.
+            self.is_whole = False
             self.modules.append(value)
-            self.key.append(type(value))
-            self.within(None, [vars(value), dict(value)], names, depth)
+            self.many([("", vars(value)), ("", dict(value))], "", names, depth)
         elif isinstance(value, METHODS_IN_C) and not isinstance(value.__self__, (ModuleType, type(None))):
-            self.key.append(value.__name__)
-            self.within(None, [value.__self__], names, depth)
+            self.is_whole = False
+            self.visit(value.__self__, path, names, depth)
         # What is not searched. Objects may have any kind of ==, so `Itself` compares only which objects they are.
-        elif isinstance(value, COMPILED) or library_of(value) in LIBRARIES or is_own(value):
-            self.is_whole &= callable(value) or isinstance(value, ModuleType)  # unlike a generator of random numbers
-            self.stops |= value is mx.stop_gradient
+        elif isinstance(value, COMPILED) or is_own(value) or (is_of_library(value) and is_constant(value)):
             self.key.append(Itself(value))
         elif isinstance(value, FunctionType):
-            self.function(value, names, depth)
-        elif hasattr(value, "__dict__") or any("__slots__" in vars(each) for each in type(value).__mro__):
-            self.object(value, names, depth)
+            self.function(value, path, names, depth)
+        elif (parts := contents(value)) is not None:
+            self.is_whole &= type(value) in CONTAINERS  # a NamedTuple may have methods
+            self.key.append((type(value), len(parts)))
+            self.many(parts, path, names, depth)
         else:
-            self.stop()  # an object that is not written in Python does not tell what it holds
+            self.is_whole = False
+            if not is_of_library(value):
+                self.object(value, path, names, depth)
 
-    def function(self, value: FunctionType, names: tuple[str, ...], depth: int) -> None:
+    def function(self, value: FunctionType, path: str, names: tuple[str, ...], depth: int) -> None:
         """Search a function of Python: what it reads, and those of its own attributes that `names` has, the names in
-        the code that reads the function. depth: how many objects lead to these parts."""
+        the code that reads the function. path: as in `visit`. depth: how many objects lead to these parts."""
         self.key.append(value.__code__)
         # read: the names in its own code, which say what it reads of its variables and defaults.
         read = names_in(value.__code__)
-        self.stops |= "stop_gradient" in read
-        self.is_whole &= not vars(value)  # a function with attributes
-        if not HIDING_READERS.isdisjoint(read):
-            self.stop()
-        variables = [each for _, each in variables_of(value)]
-        self.within(None, [*variables, value.__defaults__, value.__kwdefaults__, *imported_by(value)], read, depth)
+        # A function with attributes, or one that reads variables by a text.
+        self.is_whole &= not vars(value) and HIDING_READERS.isdisjoint(read)
+        defaults = [("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)]
+        for name, each in [*variables_of(value), *defaults, *imported_by(value)]:
+            self.visit(each, name, read, depth)
         for name in [name for name in vars(value) if name in names]:
             self.key.append(name)
-            self.within(name, [vars(value)[name]], names, depth)
+            self.visit(vars(value)[name], f"{path}.{name}" if path else name, names, depth)
 
-    def object(self, value: Any, names: tuple[str, ...], depth: int) -> None:
-        """Search an object with attributes: an instance, a class or a Python module. names: the names in the code that
-        reads it. depth: how many objects lead from the function to its attributes."""
-        self.is_whole = False
+    def object(self, value: Any, path: str, names: tuple[str, ...], depth: int) -> None:
+        """Search an object with attributes: an instance, a class or a Python module. path, names: as in `visit`. depth:
+        how many objects lead from the function to its attributes."""
         if isinstance(value, nn.Module):
             self.modules.append(value)
         # Code may run methods of the object's class without their names, such as `__call__`. They read more attributes.
         methods = [] if isinstance(value, (type, ModuleType)) else unnamed_methods(type(value))
-        names = tuple(sorted({*names, *(name for method in methods for name in names_in(method.__code__))}))
-        self.key.append(type(value))
+        # `__wrapped__`: the function inside of one that a decorator such as `lru_cache` made.
+        more = ["__wrapped__", *(name for method in methods for name in names_in(method.__code__))]
+        names = tuple(sorted({*names, *more}))
         found: list[tuple[str, Any]] = []
         for name in names:
             with suppress(Exception):  # a property of the user's may raise anything
                 found.append((name, getattr(value, name)))
         for name, held in found:
-            # named: without the arrays of a module, which is in `modules` itself, and without results of a property.
+            # The arrays of a module, which is in `modules` itself, and the results of a property have no path.
             is_held = not isinstance(value, nn.Module) and not isinstance(getattr(type(value), name, None), property)
-            self.key.append(name)
-            self.within(name if is_held else None, [held], names, depth)
-        self.within(None, methods, names, depth)  # last: they may lead to much that the function never reaches
+            self.visit(held, "" if not is_held else f"{path}.{name}" if path else name, names, depth)
+        for method in methods:  # last: they may lead to much that the function never reaches
+            self.visit(method, path, names, depth)
 
-    def within(self, attribute: str | None, values: Any, names: tuple[str, ...], depth: int) -> None:
-        """Search several objects that an object holds in this attribute; None if their arrays are not in `named`."""
-        before, self.attribute = self.attribute, attribute
-        self.many(values, names, depth)
-        self.attribute = before
-
-    def many(self, values: Any, names: tuple[str, ...], depth: int) -> None:
-        """Search several objects. names, depth: as in `visit`."""
-        for value in values:
-            self.visit(value, names, depth)
+    def many(self, pairs: Iterable[tuple[str, Any]], path: str, names: tuple[str, ...], depth: int) -> None:
+        """Search what a container or a partial function holds, given as pairs (name, object). path: that of the
+        container, or "". names, depth: as in `visit`."""
+        for name, value in pairs:
+            self.visit(value, f"{path}.{name}" if path else "", names, depth)
 
     def every_array(self) -> list[mx.array]:
         """Return all MLX arrays, also those that the modules hold."""
         held: list[Any] = [each for module in self.modules for _, each in tree_flatten(module)]
-        return [*self.arrays, *(each for each in held if isinstance(each, mx.array))]
+        return [*(array for _, array in self.arrays), *(each for each in held if isinstance(each, mx.array))]
 
 
-def reached(function: Callable[..., Any]) -> tuple[list[nn.Module], list[tuple[str, mx.array]]]:
-    """Return the modules of `mlx.nn` and the arrays, as pairs (name, array), that a function reaches by the names in
-    its code, as attributes of objects, classes and Python modules. Those that lie beyond the limits of the search are
-    missing."""
-    found = Captured(function, partly=True)
-    return found.modules, found.named
-
-
-def held_by(value: Any) -> list[Any] | None:
-    """Return what an object holds that is not written in Python, for the kinds of objects that tell it; None for any
-    other object."""
+def contents(value: Any) -> list[tuple[str, Any]] | None:
+    """Return what a container holds as pairs (name, object); None for any other object."""
+    if isinstance(value, (dict, MappingProxyType)) and not isinstance(value, nn.Module):
+        return [("keys", tuple(value)), *((str(key), each) for key, each in value.items())]
+    if isinstance(value, (list, tuple, set, frozenset, deque, ItemsView, KeysView, ValuesView)):
+        return [(str(n), each) for n, each in enumerate(value)]
     if isinstance(value, ref):
-        return [value()]
-    if isinstance(value, ContextVar):
-        return [value.get(None)]
-    if isinstance(value, (bytearray, array)):
-        return [bytes(value)]
-    if isinstance(value, Decimal):
-        return [str(value)]
-    if isinstance(value, MappingProxyType):
-        return [each for pair in value.items() for each in pair]
-    return list(value) if isinstance(value, (deque, ItemsView, KeysView, ValuesView)) else None
+        return [("object", value())]
+    return [("value", value.get(None))] if isinstance(value, ContextVar) else None
 
 
 @lru_cache(1024)
 def unnamed_methods(kind: type) -> list[FunctionType]:
     """Return the methods of a class that code may run without their names, without those of libraries."""
     found = [next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None) for name in UNNAMED]
-    return [each for each in found if isinstance(each, FunctionType) and library_of(each) not in LIBRARIES]
+    return [each for each in found if isinstance(each, FunctionType) and not is_of_library(each)]
 
 
-def imported_by(function: FunctionType) -> list[ModuleType]:
-    """Return the Python modules that the `import` statements inside a function name. The code does not say from how
-    many packages above a relative import counts, so each module that it may mean is returned."""
+def imported_by(function: FunctionType) -> list[tuple[str, ModuleType]]:
+    """Return the Python modules that the `import` statements inside a function name, as pairs (name, module), with the
+    packages that hold them: after `import a.b` code may read a, too. The code does not say from how many packages above
+    a relative import counts, so each module that it may mean is returned."""
     package = str(function.__globals__.get("__package__") or "").split(".")
     above = [".".join([*package[:n], ""]) for n in range(1, len(package) + 1)]
-    names = [before + name for name in imports_in(function.__code__) for before in ("", *above)]
-    return [sys.modules[name] for name in names if name in sys.modules]
+    paths = [(before + name).split(".") for name in imports_in(function.__code__) for before in ("", *above)]
+    names = dict.fromkeys(".".join(path[:n]) for path in paths for n in range(1, len(path) + 1))
+    return [(name, sys.modules[name]) for name in names if name in sys.modules]
 
 
 @lru_cache(1024)
@@ -323,6 +281,17 @@ def imports_in(code: CodeType) -> list[str]:
 def is_own(value: Any) -> bool:
     """Return whether a value is a function of this package that holds nothing a user gave it."""
     return isinstance(value, FunctionType) and value.__closure__ is None and library_of(value) == OWN
+
+
+def is_of_library(value: Any) -> bool:
+    """Return whether an object, or its class, is defined in one of LIBRARIES."""
+    return library_of(value) in LIBRARIES
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether an object of a library holds no numbers that may change: a function, a class or a module of
+    Python, unlike a NumPy array or a generator of random numbers."""
+    return callable(value) or isinstance(value, ModuleType)
 
 
 def library_of(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""Pointwise functions as graphs of operations. `Graph` collects the operations and rewrites them so that results stay
-precise and finite. `CellGraph` is a recurrent cell with its derivative. `engines.cell_tracer` builds the graphs from
-functions that use MLX. Every engine generates its own code from a graph.
+"""Graphs of the operations of a recurrent cell, from which every engine generates its own code. `Graph` collects the
+operations and rewrites some of them so that results stay precise and finite. `CellGraph` is a cell with its derivative.
+`engines.cell_tracer` builds the graphs from functions that use MLX.
 
 A graph is a list of nodes. A node is an operation on other nodes, which it names by their numbers in the list. So the
 functions below take and return numbers of nodes. The operations "input" and "const" have a value instead of operands:
@@ -8,8 +8,8 @@ the name of the input, or the number.
 
 The name of an input is a letter and a number, from 0 on:
 
-    x  a preactivation, or only its part from the input if the cell reads both parts `apart`
-    p  the recurrent part of a preactivation, if `apart`
+    x  a preactivation; with `apart` (the cell reads its two parts separately) only the input's part, x Wx^T + b
+    p  with `apart` the recurrent part of a preactivation, h Wh^T
     s  a state before the step; s0 is h, s1 the c of an LSTM
     u  an input of each step, w  a parameter with one number per unit, such as a peephole weight
     d  the gradient of a new state, e  the gradient of a gate
@@ -19,10 +19,9 @@ The name of an input is a letter and a number, from 0 on:
        in a GRU whose reset comes before this product. W0T is its transpose
     N  N0 is the layer normalisation of c
 
-The lists of a `CellGraph` are node numbers, too. forward: the new states, h first. back: the gradients of the inputs
-that `names` lists. saved: what the forward pass saves for the backward pass. A built-in cell is an LSTM, GRU or RNN of
-this package; the gradient is added to the graph after the cell itself. CONDITIONS: the operations with bool results.
-COMMUTES: those whose two operands may change places.
+A `CellGraph` has three lists of node numbers. forward: the new states, h first. back: the gradients of the inputs that
+`names` lists. saved: what the forward pass saves for the backward pass. A built-in cell is an LSTM, GRU or RNN of this
+package.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -37,7 +36,7 @@ CONDITIONS = frozenset(("gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not"))
 """The operations whose results are bool."""
 
 COMMUTES = frozenset(("add", "mul", "eq", "ne", "and", "or"))
-"""The operations of two operands whose order has no effect."""
+"""The operations whose two operands may be exchanged: a + b is b + a."""
 
 
 class Node(NamedTuple):
@@ -50,11 +49,12 @@ class Node(NamedTuple):
 
 
 class Graph:
-    """A graph under construction. Equal nodes are stored once, and `add` rewrites nodes as the table `REWRITES`
-    says. nodes: the list of nodes. numbers: the number of each node by its text."""
+    """A graph to which operations are added one by one. Equal nodes are stored once, and `add` replaces a node by a
+    simpler one if a rewrite of the table `REWRITES` applies. nodes: the list of nodes."""
 
     def __init__(self, is_built_in: bool = False) -> None:
-        """Create an empty graph. is_built_in: whether it is that of a built-in cell, to which more rewrites apply."""
+        """Create an empty graph. is_built_in: whether it is the graph of an LSTM, GRU or RNN of this package, to which
+        more rewrites apply than to the cell of a user."""
         self.is_built_in = is_built_in
         self.nodes: list[Node] = []
         self.numbers: dict[str, int] = {}  # {text of a node: its number}
@@ -63,11 +63,11 @@ class Graph:
     def add(self, op: str, *args: int) -> int:
         """Add the operation `op` on the nodes `args`, and return the number of its node. If a rewrite applies, return
         the number of a simpler node with the same value instead."""
-        if op in COMMUTES:  # such as a + b and b + a, which become the same node
+        if op in COMMUTES:  # a + b and b + a become the same node
             args = tuple(sorted(args))
         if repr(Node(op, args)) in self.numbers:
-            # The graph has this operation, so the new node is the old one: the derivative reads the value that the cell
-            # has computed. A rewrite could find another node with the same value, which would be computed in addition.
+            # The graph has this node already. Return it without a rewrite: a rewrite could add another node with the
+            # same value, so that the value is computed twice, once by the cell and once by its derivative.
             return self.node(Node(op, args))
         for rewrite in REWRITES.get(op, ()):
             same = rewrite(self, *args)
@@ -85,19 +85,20 @@ class Graph:
 
     def node(self, node: Node) -> int:
         """Return the number of this node. Add the node unless the graph has an equal one."""
-        key = repr(node)  # the constants 0.0 and -0.0 are equal, but not the same
+        key = repr(node)  # as text: 0.0 == -0.0, but these constants must be different nodes
         if key not in self.numbers:
             self.numbers[key] = len(self.nodes)
             self.nodes.append(node)
         return self.numbers[key]
 
     def normalise(self, x: int, matrix: int) -> int:
-        """Return the node of the layer normalisation of x, or of its derivative at the same numbers, applied to x.
-        matrix: the input N0 or N0T.
+        """Return the node that replaces a product of x and `matrix`, which stands for a layer normalisation while a
+        cell is traced. matrix: the node of the input N0 or N0T.
 
-        When MLX traces a cell, a product c N0 with a matrix N0 stands for the normalisation of c. MLX's gradient of
-        this product is d N0^T. Both products become nodes: "norm" (c, N0) and, for the gradient, "unnorm" (d, c, N0).
-        The second one has c as an operand, because the derivative of a normalisation depends on what was normalised.
+        MLX traces the normalisation of c as a product c N0 with a matrix N0. MLX's gradient of this product is d N0^T.
+        The first product becomes the node "norm" (c, N0), the second one the node "unnorm" (d, c, N0): the gradient of
+        c. The node "unnorm" has c as an operand, because the derivative of a normalisation depends on what was
+        normalised.
         """
         if self.nodes[matrix].value == "N0":
             return self.add("norm", x, matrix)
@@ -114,10 +115,9 @@ class Graph:
 # Each function takes a graph and the operands of a new node (numbers of nodes, such as a and b). It returns the number
 # of a simpler node with the same value, or None if the rewrite does not apply. `graph.value(n)` is the number of a
 # constant, None for another node. `graph.derives` says whether the new node is one of the derivative.
-# tests/test_cell_graphs.py compares every rewrite with the original operation in plain MLX.
-#
-# A rewrite that may change the sign of a zero applies only to operations that only the derivative has: in the cell
-# itself arctan2 and 1 / x make two very different numbers of the two zeros.
+# tests/test_cell_graphs.py compares every rewrite with the original operation in plain MLX. A rewrite that may turn 0
+# into -0, or -0 into 0, applies only to the operations of the derivative. In the cell itself the sign can matter: 1 / 0
+# is inf, and 1 / -0 is -inf.
 
 
 def add_zero(graph: Graph, a: int, b: int) -> int | None:
@@ -128,8 +128,9 @@ def add_zero(graph: Graph, a: int, b: int) -> int | None:
 
 
 def add_difference(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite x + (y - x) as y in a built-in cell, where mx.stop_gradient around the difference gives it the value of y
-    and the gradient of x. In a cell of the user's own the sum is rounded, and NaN if x and y are infinite."""
+    """Rewrite x + (y - x) as y in a built-in cell. There the sum is x + mx.stop_gradient(y - x), which has the value of
+    y and the gradient of x. A user's cell is not rewritten: its sum is rounded, and it is NaN if x and y are
+    infinite."""
     for x, other in ((a, b), (b, a)):  # other: the node y - x
         if graph.is_built_in and graph.nodes[other].op == "sub" and graph.nodes[other].args[1] == x:
             return graph.nodes[other].args[0]
@@ -142,8 +143,8 @@ def add_branches(graph: Graph, a: int, b: int) -> int | None:
     one, other = graph.nodes[a], graph.nodes[b]
     if one.op != "select" or other.op != "select" or one.args[0] != other.args[0]:
         return None
-    # Both have the same condition p. A selection "x if p else y" is a node select(p, x, y). The sum is simpler if one
-    # of x and u, and the other one of y and v, is 0: (x + u) if p else (y + v) then adds nothing.
+    # one: x if p else y. other: u if p else v. Their sum is (x + u) if p else (y + v). It needs no addition if x and v
+    # are 0, or if y and u are 0.
     (p, x, y), (_, u, v) = one.args, other.args
     zeros = {graph.value(x), graph.value(v)}, {graph.value(y), graph.value(u)}
     return graph.add("select", p, graph.add("add", x, u), graph.add("add", y, v)) if {0.0} in zeros else None
@@ -184,8 +185,8 @@ def divide_by_one(graph: Graph, a: int, b: int) -> int | None:
 
 
 def divide_by_cosh(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite d / cosh(x)^2, as MLX writes the gradient of tanh, as d (1 - tanh(x)^2). cosh overflows for |x| > 89,
-    and tanh(x) is known from the forward pass."""
+    """Rewrite d / cosh(x)^2 as d (1 - tanh(x)^2). MLX computes the gradient of tanh by the first formula, but cosh
+    overflows for |x| > 89 in float32, and tanh(x) is known from the forward pass."""
     product = graph.nodes[b]  # b is cosh(x) * cosh(x), and a is d
     if product.op != "mul" or product.args[0] != product.args[1] or graph.nodes[product.args[0]].op != "cosh":
         return None
@@ -199,7 +200,8 @@ def negate_twice(graph: Graph, x: int) -> int | None:
 
 
 def small_power(graph: Graph, x: int, exponent: int) -> int | None:
-    """Rewrite a power with the exponent 1, 2, 3, 0.5, -0.5, -1 or 0 by products, quotients and roots."""
+    """Rewrite a power with the exponent 0, 1, 2, 3, -1, 0.5 or -0.5 as a constant, x, a product, a quotient or a
+    root."""
     power = graph.value(exponent)
     if power == 0:
         return graph.constant(1)
@@ -209,7 +211,8 @@ def small_power(graph: Graph, x: int, exponent: int) -> int | None:
         product = graph.add("mul", x, x)
         return product if power == 2 else graph.add("mul", x, product)
     if power in (0.5, -0.5):
-        # A power makes a positive number of each zero, sqrt keeps its sign. So add 0, which no rewrite may remove here.
+        # pow(-0, 0.5) is 0, but sqrt(-0) is -0. So take the root of x + 0, which is 0 for both zeros. `graph.node` adds
+        # this sum without a rewrite, which could remove it.
         positive = graph.node(Node("add", tuple(sorted((x, graph.constant(0))))))
         return graph.add("sqrt" if power == 0.5 else "rsqrt", positive)
     return graph.add("div", graph.constant(1), x) if power == -1 else None
@@ -221,19 +224,22 @@ def same_branches(graph: Graph, condition: int, x: int, y: int) -> int | None:
 
 
 def after_clip(op: str) -> Callable[..., int | None]:
-    """Return the rewrite of x > c (if `op` is "gt") as max(x, c) > c, or as min(x, k) > c with k > c, if this maximum
-    or minimum is in the graph; the same for x < c (if `op` is "lt") with max and min exchanged. c and k are constants.
-    The slope of a clip is then known from its result. Only a built-in cell is rewritten: its forward pass saves such
-    results, the gates. For a user's cell `to_save` chooses what is saved."""
+    """Return a rewrite that makes a comparison read the result of a clip instead of its operand x, so that the backward
+    pass needs only the result.
+
+    If `op` is "gt", it rewrites x > c as max(x, c) > c, or as min(x, k) > c with k > c, if the graph has this maximum
+    or minimum. If `op` is "lt", it rewrites x < c as min(x, c) < c, or as max(x, k) < c with k < c. c and k are
+    constants. Only a built-in cell is rewritten: the results of its clips are gates, which its forward pass saves.
+    """
     first, second = ("max", "min") if op == "gt" else ("min", "max")
 
-    # The rewrite gets the operands x and c of the comparison. bound: the number c, None if c is no constant.
+    # x, c: the nodes of the operands of the comparison. bound: the number c, or None if node c is no constant.
     def rewrite(graph: Graph, x: int, c: int) -> int | None:
         bound = graph.value(c)
         for n, node in enumerate(graph.nodes):
             if bound is None or not graph.is_built_in or x not in node.args or node.op not in (first, second):
                 continue
-            # Node n is max or min of x and k. Return the comparison of node n with c if it gives the same result.
+            # Node n is max(x, k) or min(x, k). Compare node n with c instead of x, if the result is the same.
             k = graph.value(node.args[1] if node.args[0] == x else node.args[0])
             if k is not None and (k == bound if node.op == first else (k > bound if op == "gt" else k < bound)):
                 return graph.add(op, n, c)
@@ -256,7 +262,8 @@ def folded(op: str) -> Callable[..., int | None]:
 
 
 FOLDS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative}
-"""The operations that are computed at once if all their operands are constants."""
+"""{operation that a rewrite replaces by its result if all operands are constants: NumPy's function that computes
+it}."""
 
 REWRITES: dict[str, tuple[Callable[..., int | None], ...]] = {
     "add": (folded("add"), add_zero, add_difference, add_branches),
@@ -289,13 +296,12 @@ def needed(nodes: list[Node] | tuple[Node, ...], outputs: Iterable[int], leaves:
 
 
 class CellGraph:
-    """A recurrent cell as a graph: one step forward and its gradient. The module's docstring lists the names of inputs.
-    Only the graph of a built-in cell has the inputs e, i, k, W and N.
+    """A recurrent cell as a graph: one step forward and its gradient. All lists below are numbers of nodes in `nodes`.
 
-    apart: whether the function reads the input's part and the recurrent part of the preactivations separately. forward:
-    the nodes of the new states. names: the inputs that are differentiated, x*, p*, s*, u*, w* in this order, and i0.
-    back: the nodes of their gradients. saved: the nodes of the forward pass that the backward pass reads, besides the
-    states and its own inputs.
+    apart: whether the cell reads the input's part and the recurrent part of each preactivation as two values. forward:
+    the new states. names: the names of the inputs that are differentiated, such as x0, the first preactivation, or s0,
+    the state h; the module's docstring lists them. back: the gradients of these inputs. saved: the nodes of the forward
+    pass that the backward pass reads, besides states and inputs. gates, states, inputs, params: how many the cell has.
     """
 
     nodes: tuple[Node, ...]
@@ -318,22 +324,18 @@ class CellGraph:
         saved: tuple[int, ...],
         names: tuple[str, ...] | None = None,
     ):
-        """Create the graph from its parts. The numbers in forward, back and saved are indices of nodes.
-
-        counts: the numbers of gates, states, inputs of each step and parameters. apart: whether the cell reads the
-        input's part and the recurrent part of a preactivation as two values. forward: the new states. back: the
-        gradients of the inputs that `names` lists. saved: what the forward pass saves for the backward pass. names: by
-        default the inputs of a user's cell that are differentiated; a built-in cell has more of them.
-        """
+        """Create the graph from its parts, which the class describes. counts: how many gates, states, inputs of each
+        step and parameters the cell has. names: the names of the inputs that are differentiated; None for a user's
+        cell, for which `names_of` returns them."""
         self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
         self.gates, self.states, self.inputs, self.params = counts
         # number: {name of an input: its node}
         self.number: dict[str, int] = {node.value: n for n, node in enumerate(nodes) if node.op == "input"}
         self.names: tuple[str, ...] = names or names_of(counts, apart)
-        # The user's function. None for a built-in cell, and in a test run of kernels.
+        # The user's function. None for a built-in cell, and for the trial run of kernels, which gets only the graph.
         self.function: Callable[..., list[Any]] | None = None
-        # A graph is part of the key of every cache, so its hash is computed once. `names` follows from the other parts,
-        # and functions with equal graphs compute the same, so both are left out.
+        # A graph is a part of the key of every cache, so its hash is computed once. `names` and `function` are no part
+        # of it: `names` follows from the other parts, and functions with equal graphs compute the same.
         self.content: tuple[Any, ...] = (repr(nodes), counts, apart, forward, back, saved)
         self.hash: int = hash(self.content)
 
@@ -347,7 +349,7 @@ class CellGraph:
         return f"CellGraph({self.gates} gates, {self.states} states, {len(self.nodes)} nodes)"
 
     def of_function(self, function: Callable[..., list[Any]] | None) -> "CellGraph":
-        """Return a copy of this graph with another `function`."""
+        """Return a copy of this graph whose attribute `function` is this function."""
         other = copy(self)
         other.function = function
         return other
@@ -358,37 +360,40 @@ class CellGraph:
         return [n for name, n in zip(self.names, self.back, strict=True) if name[0] == letter]
 
     def of_product(self) -> list[int]:
-        """Return one node per preactivation: the gradient of its recurrent part, h Wh^T, or of the whole if the graph
-        has no such part."""
+        """Return one node per gate: the gradient of the recurrent part h Wh^T of its preactivation. This is the
+        gradient of the whole preactivation if the graph does not have the recurrent part as an input of its own."""
         gradients = dict(zip(self.names, self.back, strict=True))
-        # The names of inputs: x0 is the first gate's preactivation (or its input's part), p0 its recurrent part.
-        return [gradients.get(f"p{k}", gradients[f"x{k}"]) for k in range(self.gates)]  # k: the number of a gate
+        # k: the number of a gate. p0 is the recurrent part of the first gate's preactivation, x0 the whole or the other
+        # part.
+        return [gradients.get(f"p{k}", gradients[f"x{k}"]) for k in range(self.gates)]
 
     @cached_property
     def stored_gradients(self) -> list[int]:
-        """Return the nodes of the gradients of preactivations that a backward pass in Metal stores. First come those of
-        the recurrent parts of all gates. Then come the gradients of input parts that differ from them; mostly there are
-        none."""
+        """Return the nodes of the gradients of preactivations that a backward pass in Metal stores. First come the
+        gradients of the recurrent parts of all gates. Then come the gradients of input parts, but only those that are
+        different nodes; most cells have none."""
         products = self.of_product()
         return [*products, *(n for n in dict.fromkeys(self.gradients("x")) if n not in products)]
 
     def known_after(self) -> dict[int, int]:
         """Return the new states that the backward pass can read from the outputs: {node: number of the state}. A state
-        that is a constant or an unchanged input is left out, because its node says the value already."""
+        that is a constant or an unchanged input is left out, because the backward pass knows its value without the
+        outputs."""
         return {n: k for k, n in enumerate(self.forward) if self.nodes[n].op not in ("const", "input")}
 
     def reads(self, name: str) -> bool:
-        """Return whether the backward pass reads the input `name`. It does not need the input if it can compute all
-        gradients from what it has anyway: the nodes that the forward pass saved, and the new states."""
+        """Return whether the backward pass reads the input `name`. It does not if it can compute all gradients from
+        what it has anyway: the nodes that the forward pass saved, and the new states."""
         return name in self.number and self.number[name] in needed(
             self.nodes, self.back, {*self.saved, *self.known_after()}
         )
 
     def reads_after(self, k: int) -> bool:
         """Return whether the backward pass reads the new state k."""
-        # The values that are there without their operands: what the forward pass saved, and the new states.
+        # leaves: the nodes whose values the backward pass has without computing them: what the forward pass saved, and
+        # the new states.
         leaves = {*self.saved, *self.known_after()}
-        # The state is not a constant or an unchanged input, and a gradient is computed from it.
+        # True if the outputs contain the state (`known_after`), and a gradient is computed from it (`needed`).
         return self.forward[k] in self.known_after() and self.forward[k] in needed(self.nodes, self.back, leaves)
 
     def has_product(self) -> bool:
@@ -396,26 +401,26 @@ class CellGraph:
         return "W0T" in self.number
 
     def has_norm(self) -> bool:
-        """Return whether c is normalised: the normalisation is the input "N0"."""
+        """Return whether the cell normalises c. The graph then has an input "N0", which is this normalisation."""
         return "N0" in self.number
 
     def norm_operand(self, op: str) -> int:
-        """Return the node that is normalised ("norm"), or the node of the gradient of its scaled and shifted result
-        ("unnorm")."""
+        """Return the first operand of the node "norm" or "unnorm" (op): c before its normalisation, or the gradient of
+        the normalised, scaled and shifted c."""
         return next(node.args[0] for node in self.nodes if node.op == op)
 
     def operand(self, matrix: str) -> int:
-        """Return the node that a step with a second product multiplies by "W0T" (in the forward pass) or "W0" (in the
-        backward pass)."""
-        # A product has two operands: what is multiplied, and the matrix.
+        """Return the node that is multiplied by `matrix`, the input "W0T" (in the forward pass) or "W0" (in the
+        backward pass). It is the other operand of the step's second product."""
+        # The operands of a node "matmul": first what is multiplied, then the matrix.
         products = [node for node in self.nodes if node.op == "matmul" and self.nodes[node.args[1]].value == matrix]
         return products[0].args[0]
 
     @cached_property
     def recomputed(self) -> list[int]:
-        """Return the numbers of the gates whose recurrent product the backward pass reads although it was not saved,
-        such as that of a GRU's candidate. The backward pass computes it again."""
-        # p and the number of a gate is the name of its recurrent product.
+        """Return the numbers of the gates whose recurrent product (h Wh^T) the backward pass computes again, because it
+        reads the product and the forward pass did not save it. An example is the candidate of a GRU."""
+        # The name of a gate's recurrent product is p and the gate's number.
         return [k for k in range(self.gates) if self.reads(f"p{k}")]
 
     def to_json(self) -> list[Any]:
@@ -435,8 +440,9 @@ def from_json(content: list[Any]) -> CellGraph:
 
 def names_of(counts: tuple[int, int, int, int], apart: bool) -> tuple[str, ...]:
     """Return the names of the inputs of a user's cell that are differentiated: x0, x1, ... (preactivations), p0, ...
-    (their recurrent parts, if they are separate), s0, ... (states), u0, ... (inputs of each step) and w0, ...
-    (parameters)."""
+    (their recurrent parts, if `apart`), s0, ... (states), u0, ... (inputs of each step) and w0, ... (parameters).
+    counts: how many gates, states, inputs and parameters the cell has. apart: whether the cell reads the input's part
+    and the recurrent part of a preactivation as two values."""
     gates, states, inputs, params = counts
     parts = {"x": gates, "p": gates * apart, "s": states, "u": inputs, "w": params}  # gates * False is 0
     return tuple([f"{letter}{k}" for letter, n in parts.items() for k in range(n)])
@@ -451,18 +457,21 @@ def cell_graph(
     saved: list[int] | None = None,
     names: tuple[str, ...] | None = None,
 ) -> CellGraph:
-    """Return the graph of a cell. Nodes that neither its results nor its gradients need are removed, and the nodes that
-    the forward pass saves for the backward pass are chosen, unless they are given as `saved`. counts: the numbers of
-    gates, states, inputs of each step and parameters. apart: whether the cell reads both parts of a preactivation.
-    forward: the nodes of the new states. back: those of the gradients of the inputs `names`. `saved` and `names` are
-    given for a built-in cell. For a user's cell both are None, and the inputs are those of `names_of`."""
+    """Return the `CellGraph` of a finished graph. Remove the nodes that neither the new states nor the gradients need,
+    and choose the nodes that the forward pass saves for the backward pass.
+
+    counts: how many gates, states, inputs of each step and parameters the cell has. apart: whether the cell reads the
+    input's part and the recurrent part of a preactivation as two values. forward: the nodes of the new states. back:
+    the nodes of the gradients. saved, names: for a built-in cell the nodes that are saved, and the names of the inputs
+    that are differentiated. None for a user's cell: then `to_save` and `names_of` determine them.
+    """
     whole = needed(graph.nodes, [*forward, *back, *(saved or [])])  # the nodes that remain, by their old numbers
     number = {n: k for k, n in enumerate(whole)}  # {old number of a node: new number}
     nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)
     results = tuple(number[n] for n in forward), tuple(number[n] for n in back)  # both lists, by the new numbers
     if saved is not None:
         return CellGraph(nodes, counts, apart, *results, tuple(number[n] for n in saved), names)
-    # `to_save` chooses the nodes to save from the same graph with nothing saved, ().
+    # A user's cell: let `to_save` choose the nodes to save. It needs the graph, here with no node saved yet: ().
     bare = CellGraph(nodes, counts, apart, *results, ())
     return CellGraph(nodes, counts, apart, *results, tuple(to_save(bare)))
 
@@ -470,18 +479,18 @@ def cell_graph(
 def to_save(cell: CellGraph) -> list[int]:
     """Return the nodes that the forward pass saves for the backward pass.
 
-    The backward pass often needs a preactivation only through a node computed from it, such as the gate after its
-    activation. For each preactivation the last such node is saved; for an LSTM these nodes are the gates. The graph
-    also contains the nodes of the backward pass. They depend on a gradient, which the forward pass does not know, so
-    they are never saved. The new states need not be saved, because the outputs contain them.
+    The backward pass often needs a preactivation only to compute one other node, such as the gate after its activation.
+    Then this node is saved instead of the preactivation; in an LSTM these nodes are the gates. If the backward pass
+    needs that node only to compute a third one, the third one is saved, and so on. The new states are not saved,
+    because the outputs contain them. Nodes of the backward pass are not saved, because they depend on gradients.
     """
-    free, saved = set(cell.known_after()), []  # free: the new states, which need not be saved
+    free, saved = set(cell.known_after()), []  # free: the new states, which the outputs contain
     order = needed(cell.nodes, cell.back, free)  # what the backward pass computes or reads if nothing is saved
     gradients = entered_by_gradients(cell.nodes)  # the nodes of the backward pass
     for name in cell.names:  # x: preactivations, p: their recurrent parts
         if name[0] not in "xp" or cell.number.get(name) not in order:
             continue
-        # last: the preactivation, then the last node after it through which every path to a gradient leads.
+        # last: the preactivation; then, from turn to turn, a later node through which all paths to gradients lead.
         last = cell.number[name]
         while (after := next_on_all_paths(cell, order, last, free | gradients)) is not None:
             last = after
@@ -499,7 +508,7 @@ def to_save(cell: CellGraph) -> list[int]:
 def entered_by_gradients(nodes: tuple[Node, ...]) -> set[int]:
     """Return the nodes that depend on a gradient of the new states."""
     found: set[int] = set()
-    for n, node in enumerate(nodes):  # inputs d*, e*: the gradients of the new states and of the gates
+    for n, node in enumerate(nodes):  # inputs d0, d1, ...: gradients of the new states; e0, ...: gradients of the gates
         if (node.op == "input" and node.value[0] in "de") or not found.isdisjoint(node.args):
             found.add(n)
     return found
@@ -507,15 +516,15 @@ def entered_by_gradients(nodes: tuple[Node, ...]) -> set[int]:
 
 def next_on_all_paths(cell: CellGraph, order: list[int], n: int, excluded: set[int]) -> int | None:
     """Return a node that the forward pass can save instead of node n, because the backward pass needs n only to compute
-    this node: the first node after n through which every path from n to a gradient leads. Return None if there is none.
-    order: the nodes from which the gradients are computed, in ascending order. Nodes in `excluded` are not returned,
-    nor nodes with bool values (conditions): saved numbers are floats."""
+    this node. It is the first node after n through which every path from n to a gradient leads; None if there is no
+    such node. order: the nodes from which the gradients are computed, in ascending order. excluded: nodes that must not
+    be returned. Nodes with bool values (conditions) are not returned either, because saved numbers are floats."""
     leaves = set(cell.known_after())  # the new states, whose values are known without their operands
-    # last: for each node the last one that reads it. The gradients themselves are read after all nodes.
+    # last: {node: the last node that reads it}. The caller reads the gradients themselves after all nodes: infinity.
     last: dict[int, float] = {k: m for m in order if m not in leaves for k in cell.nodes[m].args}
     last |= dict.fromkeys(cell.back, inf)
-    # after: n and the nodes that depend on it, as far as the loop has come. reach: the last node that reads one of
-    # them. All paths lead through the candidate if no node behind it reads one of them.
+    # after: n and the nodes up to the current one that depend on n. reach: the last node that reads a node in `after`.
+    # All paths from n lead through the candidate if no later node reads a node in `after`.
     after, reach = {n}, last.get(n, inf)
     for candidate in order:
         if candidate in leaves or after.isdisjoint(cell.nodes[candidate].args):

@@ -2,23 +2,21 @@
 Refuse a cell that is not pointwise, with an error that names the operation and its line. A cell is pointwise if each
 number of its results depends only on the numbers of the same batch item and hidden unit.
 
-The user's function is cell(a, state, *inputs, *params), which returns the new states. Here it is called as `step`, with
-all arrays in one list, [B, H] each (B: batch items, H: hidden units). A cell gets the preactivations `a` as sums, or
-with `apart` as pairs of the input's part and the recurrent part.
+The user's function is cell(a, state, *inputs, *params); it returns the new states. The functions below get it as
+`step`, which takes all arrays one after the other, each [B, H] (B: batch items, H: hidden units). A cell gets each
+preactivation `a` as a sum or, with `apart`, as a pair (input's part, recurrent part).
 
 A graph is a list of nodes; a node is an operation on other nodes, by number. The name of an input is a letter and a
 number: x a preactivation (or its input's part), p its recurrent part, s a state (s0 is h), u an input of the step, w a
-parameter, d the gradient of a new state. Built-in cells are traced like a user's cell. They have more inputs: e the
-gradient of a gate, i0 is h times the mask, k a limit, W0 a matrix, N0 the layer normalisation of c.
+parameter, d the gradient of a new state. The built-in cells (LSTM, GRU, RNN) are traced like a user's cell. They have
+more inputs: e the gradient of a gate, i0 is h times the mask, k a limit, W0 a matrix, N0 the layer normalisation of c.
 
-MLX lists the operations of a function in an export, as dicts in which a key stands for each array. `exported` returns
-the list, `absorb` adds it to a graph, `primitive` one operation. `found` maps a key to its node. NotPointwise is raised
-with the name of what a cell must not use; `refuse` turns that name into the error for the user.
+`exported` returns MLX's list of the operations of a function: dicts in which a key stands for each array. `absorb` adds
+all these operations to a graph, `primitive` adds one of them. The dict `found` has the node of each key. If a cell uses
+what it must not, NotPointwise is raised with the name of that operation, and `refuse` raises the error for the user.
 
-counts: how many gates, states, inputs of each step and parameters a cell has (`Counts`). given: arrays of the shapes
-and dtypes of a function's arguments; their numbers do not matter. `distinct` returns results as arrays of their own.
-UNARY, BINARY, VIEWS, PRODUCTS: MLX's operations of one and two operands, those that only copy numbers, and products of
-matrices. OPERATIONS: MLX's function for each operation of a graph. CONDITIONS: the operations with bool results.
+counts: how many gates, states, inputs of each step and parameters a cell has (`Counts`). given: arrays with the shapes
+and dtypes of a function's arguments; a trace does not read their values.
 """
 
 import linecache
@@ -37,13 +35,13 @@ import numpy as np
 
 from ..ground.checks import fail
 from . import definitions
-from .captures import Captured, TooMuch, Weakly, library_of
+from .captures import Captured, Weakly, library_of
 from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
 from .cells import AnyCell, Cell, NormOptions, PointwiseCell, form_of
 from .tracing import distinct, have_values, vjp
 
 OP = "pointwise"
-"""The user's function that an error names."""
+"""The name of the public function with which error texts begin."""
 
 MLX = str(Path(mx.__file__).parent)
 """The folder of MLX's own Python code."""
@@ -63,17 +61,17 @@ BINARY = {
 """UNARY, BINARY: MLX's operations of one and of two operands, and their names in a graph."""
 
 VIEWS = ("Broadcast", "Copy", "Contiguous", "Full")
-"""Operations that only repeat or copy numbers. A number keeps its value and its hidden unit."""
+"""MLX's operations that only repeat or copy numbers. A number keeps its value and its hidden unit, so these operations
+get no node in a graph."""
 
 PRODUCTS = ("Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM", "BlockMaskedMM")
-"""Products of matrices. If a cell has one, an error names it rather than the transposed matrix or the softmax before
-it."""
+"""MLX's operations that multiply matrices. If a cell has such a product, the error names the product, not another
+forbidden operation that MLX lists before it, such as the transposition of the matrix."""
 
 ADVICE = {
     "the products of x and h belong into Wx and Wh, any other product into a step for mlx_lstm.recurrent": PRODUCTS,
     "a step that mixes units is one for mlx_lstm.recurrent; norm= normalises the products": (
-        *("Reduce", "Softmax", "LogSumExp", "LayerNorm", "RMSNorm", "Scan"),
-        *("ArgReduce", "Sort", "ArgSort", "Partition"),
+        *("Reduce", "Softmax", "LogSumExp", "Scan", "ArgReduce", "Sort", "ArgSort", "Partition"),
     ),
     "a cell must not change shapes, but a step for mlx_lstm.recurrent may": (
         *("Reshape", "Transpose", "Slice", "Split", "Concatenate", "Gather", "GatherAxis", "ExpandDims", "Squeeze"),
@@ -87,7 +85,7 @@ ADVICE = {
     "use mx.where instead of if, and functions of MLX only": ("a decision on values",),
     "compute it before, as a number, or use mlx_lstm.recurrent": ("a compiled function of constants",),
 }
-"""For each piece of advice in an error message, the operations for which it is given. A cell must not use them."""
+"""{advice in an error text: the operations that cause this error, because a cell must not use them}."""
 
 
 class Counts(NamedTuple):
@@ -100,8 +98,8 @@ class Counts(NamedTuple):
 
 
 class NotPointwise(Exception):
-    """Raised if a cell uses something that cannot be computed for each number separately. `what` names it, such as
-    "Matmul"."""
+    """Raised if a cell uses something that cannot be computed for each number separately. what: the name of this
+    operation or mistake, such as "Matmul" or "a captured array"."""
 
     def __init__(self, what: str):
         self.what = what
@@ -115,40 +113,34 @@ def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[i
     apart: whether the cell gets the input's part and the recurrent part of each preactivation as a pair. shape: (B, H),
     the shape of each state. dtype: float32 or float64.
     """
-    # The cell is traced without the cache if it captures too much to compare, or something that cannot be hashed.
+    captured, step = Captured(cell), partial(called, cell, counts, apart)
     try:
-        captured, step = Captured(cell), partial(called, cell, counts, apart)
-        key = captured.key
-        if not captured.is_whole:
-            # The search may have missed a number, so the key also gets MLX's list of the cell's operations. This list
-            # lacks mx.stop_gradient. A cell that may call it also gets the operations of the gradient listed.
-            with mx.stream(mx.cpu):  # as in `trace`
-                given, d_states = arrays_of(counts, apart, shape, dtype)
-                key = [*key, listing(step, given, d_states if captured.stops else [])]
-        graph = cached_trace(Weakly(cell), counts, apart, shape, dtype, tuple(key))
-        return graph.of_function(step)
-    except (TooMuch, NotPointwise):
-        return trace(cell, counts, apart, shape, dtype)
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
+        # If the search may have missed a number, the key also gets MLX's list of the cell's operations.
+        key = captured.key if captured.is_whole else [*captured.key, listing(step, counts, apart, shape, dtype)]
+        return cached_trace(Weakly(cell), counts, apart, shape, dtype, tuple(key)).of_function(step)
+    except NotPointwise:  # MLX cannot list an operation; `trace` finds the text of the error for the user
         return trace(cell, counts, apart, shape, dtype)
 
 
-def listing(step: Callable[..., list[mx.array]], given: list[mx.array], d_states: list[mx.array]) -> str:
-    """Return MLX's list of the operations of `step` as text, with the exact numbers of its constants. given: arrays of
-    the shapes and dtypes of its arguments. d_states: the same for the cotangents of its results, if the text shall also
-    list the operations of the gradient; else no arrays."""
+def listing(
+    step: Callable[..., list[mx.array]], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype
+) -> str:
+    """Return MLX's list of the operations of a cell and of its gradient as text, with the exact numbers of the
+    constants. The list of the cell alone would lack mx.stop_gradient. step: the cell as a function of one list of
+    arrays; the other arguments are those of `traced`."""
+    with mx.stream(mx.cpu):  # as in `trace`
+        given, d_states = arrays_of(counts, apart, shape, dtype)
     n = len(given)
 
     def results(*arrays: mx.array) -> list[mx.array]:
-        values, gradients = vjp(step, arrays[:n], arrays[n:]) if d_states else (step(*arrays), [])
+        values, gradients = vjp(step, arrays[:n], arrays[n:])
         return [*values, *gradients]
 
-    content = exported(results, [*given, *d_states])
+    with mx.stream(mx.cpu):
+        content = exported(results, [*given, *d_states])
     try:
         constants = [array.tolist() for item in content for _, array in item.get("constants", ())]
-    except ValueError as error:  # a placeholder of mx.compile or mx.vmap has no numbers
+    except (ValueError, RuntimeError) as error:  # a placeholder of mx.compile or mx.vmap has no numbers
         raise NotPointwise("a captured array") from error
     return repr((content, constants))
 
@@ -162,33 +154,38 @@ def cached_trace(
     dtype: mx.Dtype,
     captured: tuple[Any, ...],
 ) -> CellGraph:
-    """Return `trace` of the same arguments, from a cache, without the function, so that the cache does not keep it
-    alive. captured: the numbers and the code that the cell reads besides its arguments. If one of them changes, the
-    cell is traced again."""
+    """Return the graph of a cell from a cache. The graph does not refer to the user's function, so that the cache does
+    not keep the function alive. captured: the numbers and the code that the cell reads besides its arguments; as a part
+    of the cache's key they make sure that a changed cell is traced again. apart: whether the cell gets each
+    preactivation as a pair (input's part, recurrent part). shape: (B, H)."""
     return trace(cell.function(), counts, apart, shape, dtype).of_function(None)
 
 
 def arrays_of(
     counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype
 ) -> tuple[list[mx.array], list[mx.array]]:
-    """Return one array for each argument of a cell, the preactivations (twice as many if `apart`), states, inputs and
-    parameters, and one for the cotangent of each new state."""
+    """Return two lists of arrays of zeros with which a cell is traced. The first list has one array for each argument:
+    preactivations (twice as many if `apart`: the cell gets each as a pair of two parts), states, inputs and parameters.
+    The second list has one array for the cotangent of each new state. shape: (B, H)."""
     zeros = mx.zeros(shape, dtype)
     return [zeros] * (counts.gates * (1 + apart) + sum(counts[1:])), [zeros] * counts.states
 
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
-    """Return the graph of a cell and of MLX's derivative of it. The arguments are those of `traced`."""
+    """Trace a cell and its derivative by MLX. Return both as one `CellGraph`. apart: whether the cell gets each
+    preactivation as a pair (input's part, recurrent part). shape: (B, H), the shape of each array. Raise an error if
+    the cell is not pointwise."""
     with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
         step = partial(called, cell, counts, apart)  # the cell as a function of one list of arrays
         given, d_states = arrays_of(counts, apart, shape, dtype)
         graph = Graph()
         try:
             names = [*names_of(counts, apart)]
-            # MLX's export forgets an output that equals another one but for an mx.stop_gradient, so each is distinct.
+            # `distinct` makes each result an array of its own: if two results differ only by an mx.stop_gradient, MLX's
+            # export leaves one of them out.
             forward = absorb(graph, lambda *arrays: distinct(step(*arrays)), given, names)
-            # derives: from now on the nodes are those of the derivative. gradient: a function of the arguments and of
-            # the cotangents d0, d1, ... of the new states.
+            # derives: the nodes that are added from now on belong to the derivative. gradient: a function of the
+            # arguments and of the cotangents d0, d1, ... of the new states.
             graph.derives, gradient = True, partial(derivative, step, len(given))
             back = absorb(graph, gradient, given + d_states, [*names, *(f"d{k}" for k in range(counts.states))])
         except NotPointwise as error:
@@ -212,7 +209,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "or": mx.logical_or, "not": mx.logical_not, "select": mx.where, "matmul": lambda a, b: a @ b,
     "norm": lambda c, norm: norm(c), "unnorm": lambda d, c, norm: norm.back(d, c),
 }  # fmt: skip
-"""The function of MLX for each operation of a graph. "float" is missing, because the conversion needs a dtype."""
+"""{operation of a graph: MLX's function for it}. The operation "float" is missing, because its function needs a
+dtype."""
 
 
 def values_of(
@@ -223,11 +221,12 @@ def values_of(
     functions: Mapping[str, Callable[..., Any]] = OPERATIONS,
     order: Iterable[int] | None = None,
 ) -> dict[int, mx.array]:
-    """Return the values of the nodes from which the outputs are computed.
+    """Compute nodes of a graph with MLX. Return {number of a node: its value} for the nodes from which the outputs are
+    computed.
 
-    outputs: the numbers of nodes. known: the values of some nodes by number, among them all inputs that are needed.
-    like: an array of the shape and dtype of the results; constants stay scalars of this dtype. functions: the function
-    of MLX for each operation. order: the nodes to compute, if the caller knows them.
+    outputs: the numbers of the nodes whose values the caller needs. known: {number of a node: its value}, among them
+    all inputs that are read. like: an array of the dtype in which constants are created. functions: MLX's function for
+    each operation. order: the numbers of the nodes to compute; None to find them here.
     """
     values = dict(known)
     for n in needed(nodes, outputs, known) if order is None else order:
@@ -244,25 +243,26 @@ def values_of(
 
 
 AS_MLX = OPERATIONS | {"sigmoid": mx.sigmoid}
-"""The functions of MLX that a cell calls. With these, a graph rounds as its cell does, so that both decide alike at a
-comparison of two numbers that differ by rounding only."""
+"""The function of MLX for each operation, with mx.sigmoid, which users call. With these a graph rounds like the user's
+cell. Otherwise a comparison of two nearly equal numbers could be true in one of them and false in the other."""
 
 
 def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -> None:
-    """Compare a graph with the function `step`, and its gradients with MLX's forward-mode derivative of the function,
-    at random numbers in float64. The graph was made from the other mode, which MLX computes by other formulas. shape:
-    (B, H), the shape of each random array.
+    """Check a graph: compare its results with those of the function `step`, and its gradients with MLX's forward-mode
+    derivative of this function, for random numbers in float64. The graph's gradients come from MLX's reverse mode, so
+    forward mode, which has other formulas, is an independent check. shape: (B, H), the shape of each random array.
 
-    Where a result of MLX is not finite, it is not compared, because a rewrite may be finite where MLX's formula
-    overflows. So each item and unit gets numbers of one of three kinds: of any sign, between 0 and 1, or above 1, for
-    functions such as log and arccosh. If there are few items and units, all of them get each kind in turn.
+    A number that is infinite or NaN in MLX's result is not compared, because a rewritten graph may be finite where
+    MLX's formula overflows. Functions such as log and arccosh are NaN outside of their domain. So the random numbers
+    are of three kinds: of any sign, between 0 and 1, and above 1. Each item and unit gets one kind at random. If there
+    are few items and units, the check runs three times, once with each kind.
 
     Raises:
         RuntimeError: they differ, which is a defect of this package.
     """
     rng, names = np.random.default_rng(0), graph.names
-    # kind: for each item and unit the number of its kind, 0, 1 or 2; from 64 of them on each kind is there often
-    # enough.
+    # kinds: arrays [B, H] with the kind of each item and unit, 0, 1 or 2. With 64 numbers or more, one random array
+    # contains each kind often enough.
     kinds = [rng.integers(3, size=shape)] if shape[0] * shape[1] >= 64 else [np.full(shape, kind) for kind in range(3)]
     for kind in kinds:
         numbers = [(rng.normal(size=shape), rng.uniform(0.1, 0.9, shape), rng.uniform(1.1, 3, shape)) for _ in names]
@@ -275,7 +275,7 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -
             wanted = [*step(*drawn), *derivative_forward(step, drawn, weights)]
         given = dict(zip([*names, *(f"d{k}" for k in range(graph.states))], [*drawn, *weights], strict=True))
         known = {n: given[name] for name, n in graph.number.items()}
-        # AS_MLX: the functions that the cell calls, one for each operation of the graph.
+        # AS_MLX: the same functions of MLX that the cell calls, so that both round alike.
         values = values_of(graph.nodes, [*graph.forward, *graph.back], known, drawn[0], AS_MLX)
         got = [mx.broadcast_to(values[n], shape) for n in (*graph.forward, *graph.back)]
         mx.eval(wanted, got)
@@ -284,11 +284,13 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -
 
 
 def derivative_forward(step: Callable[..., Any], drawn: list[mx.array], weights: list[mx.array]) -> list[mx.array]:
-    """Return the gradients of `step` for the cotangents `weights`, computed from one forward-mode derivative per input.
-    This suffices because each number of a new state depends only on the numbers of its own item and unit."""
+    """Return the gradients of `step` with respect to its arguments `drawn`, for the cotangents `weights` of its
+    results. They are computed in forward mode, one derivative per argument. One suffices because each number of a new
+    state depends only on the numbers of its own item and unit."""
     found = []
     for k in range(len(drawn)):
-        # `step` as a function of argument k alone. The default k = k keeps this k: the loop changes the variable.
+        # `step` as a function of its argument number k alone. The default value k = k stores the current k, because the
+        # loop changes the variable.
         def of_one(value: mx.array, k: int = k) -> list[mx.array]:
             return step(*drawn[:k], value, *drawn[k + 1 :])
 
@@ -298,9 +300,9 @@ def derivative_forward(step: Callable[..., Any], drawn: list[mx.array], weights:
 
 
 def near(wanted: mx.array, got: mx.array) -> bool:
-    """Return whether two arrays are equal up to the errors of MLX, whose exp in float64 is as precise as in float32.
-    Numbers that are not finite in `wanted` are not compared. A cell may magnify rounding errors, and a wrong graph
-    differs by far more, so the tolerance is 1e-3 of the largest number."""
+    """Return whether two arrays are equal up to rounding errors. Numbers that are not finite in `wanted` are not
+    compared. The tolerance is 1e-3 (1 + the largest number): MLX computes exp of float64 only as precisely as of
+    float32, and a cell may magnify this error. A wrong graph differs by far more."""
     a, b = (np.array(array.astype(mx.float64)) for array in (wanted, got))
     finite = np.isfinite(a)
     return bool((np.abs(a - b)[finite] <= 1e-3 * (1 + np.abs(a[finite]).max(initial=0))).all())
@@ -311,18 +313,19 @@ def near(wanted: mx.array, got: mx.array) -> bool:
 
 def graph_of(cell: AnyCell, names: Collection[str], exposes: bool) -> CellGraph:
     """Return the graph of a cell. names: the names of the call's arrays. exposes: for a forward pass, whether the
-    caller gets the gates; for a backward pass, whether they have cotangents."""
+    caller gets the gates; for a backward pass, whether the gates have cotangents."""
     if isinstance(cell, PointwiseCell):
         return cell.graph
-    form = form_of(cell)  # without the numbers that a graph gets as inputs, such as limits
-    if form.norm is not None:  # only the norm of c is in the graph: the others change the preactivations before it
+    form = form_of(cell)  # the cell without its numbers, such as limits, which are inputs of a graph
+    if form.norm is not None:  # a graph has only the norm of c; norms of products are computed before it
         form = form._replace(norm=NormOptions(of=None, c=form.norm.c) if form.norm.c else None)
     return traced_definition(form, frozenset({"peephole", "Wp"} & set(names)), exposes)
 
 
 def straight_through(x: mx.array, value: mx.array) -> mx.array:
-    """Return `value`, with the gradient of x, as a sum whose second term has no gradient. The rewrite
-    `cell_graph.add_difference` makes it `value` alone in a graph, so that no step computes the sum."""
+    """Return an array that has the value of `value` and the gradient of x (a straight-through estimator): x + (value -
+    x), where MLX takes the difference for a constant. In a graph the rewrite `cell_graph.add_difference` replaces the
+    sum by `value`, so no step computes it."""
     return x + mx.stop_gradient(value - x)
 
 
@@ -330,9 +333,9 @@ def traced_clip(x: mx.array, limit: mx.array, gradient: str) -> mx.array:
     """Return clip(x, -limit, limit) for the graph of a built-in cell. Its gradient passes to x unchanged if `gradient`
     is "through". If it is "zero", the gradient is 0 where the clip changed x.
 
-    A backward pass computes x again, maybe rounded differently. So it looks at the clipped value, too: this tells
-    exactly which numbers are below the limit, and x finds those that were equal to the limit before the clip, which the
-    clip did not change.
+    The gradient passes where |x| <= limit. But a backward pass computes x again, maybe rounded differently. So it
+    compares the clipped value, which was saved: if its size is below the limit, the clip did not change x. If it equals
+    the limit, only x can say whether the clip changed it.
     """
     value = mx.clip(x, -limit, limit)
     if gradient == "zero":
@@ -346,44 +349,47 @@ TRACED: definitions.Functions = {
     "sigmoid": mx.sigmoid,
     "clip": traced_clip,
     "where": lambda condition, value, x: straight_through(x, mx.where(condition, value, x)),
-    "norm": lambda c, N: c @ N,  # a product that stands for it; `Graph.normalise` replaces it
+    "norm": lambda c, N: c @ N,  # stands for the normalisation of c: `Graph.normalise` replaces this product
 }
-"""The functions that a definition calls while it is traced. Four of them differ from those that compute, so that the
-graph gets the operations and gradients that engines need."""
+"""The functions that a cell's definition calls while it is traced. Four of them differ from `definitions.FUNCTIONS`, so
+that the graph gets the operations and gradients that engines need."""
 
 
 @lru_cache(256)
 def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
-    """Return the graph of a built-in cell. An LSTM's forget bias, and bhn, the bias of the recurrent product of a GRU's
-    candidate, are parts of the preactivations, and the limits of c and h are inputs, so that calls with other numbers
-    need no other graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: for a forward pass,
-    whether the caller gets the gates; for a backward pass, whether they have cotangents."""
+    """Return the graph of a built-in cell. Calls that differ only in numbers share a graph: the limits of c and h are
+    inputs, and the biases, such as an LSTM's forget bias, are parts of the preactivations. names: which of the arrays
+    "peephole" and "Wp" the call has. exposes: for a forward pass, whether the caller gets the gates; for a backward
+    pass, whether the gates have cotangents."""
     gates, resets_first = cell.gate_order, cell.reset == "before"
-    # products: the numbers of the gates whose recurrent part is an input of its own, such as p0.
+    # products: the numbers of the gates whose recurrent part is an input of its own, such as p0. The candidate n of a
+    # GRU with reset "before" has none, because the step itself computes its product.
     products = [k for k, gate in enumerate(gates) if cell.apart and not (resets_first and gate == "n")]
     peepholes = [f"w{k}" for k in range(cell.gates)] if "peephole" in names else []
-    # first: the inputs that have a gradient. given: all inputs. resets_first: a GRU's second product reads h_in (i0).
+    # first: the inputs that have a gradient. given: all inputs. i0, which is h times the mask, is an input only if the
+    # second product of a GRU (`resets_first`) reads it.
     first = [*(f"x{k}" for k in range(cell.gates)), *(f"p{k}" for k in products)]
     first += [*(f"s{k}" for k in range(cell.carried + 1)), *peepholes, *(["i0"] if resets_first else [])]
     more = {"k0": cell.cell_clip is not None, "k1": cell.projection_clip is not None}
-    more |= {"W0": resets_first or "Wp" in names, "N0": cell.norm is not None}  # `graph_of` left only a norm of c
+    more |= {"W0": resets_first or "Wp" in names, "N0": cell.norm is not None}  # the norm is one of c (`graph_of`)
     given = [*first, *(name for name, is_there in more.items() if is_there)]
 
-    # The new states and then the gates, which the backward pass reads, as a function of the arrays `given`. TRACED: the
-    # functions that a definition calls while it is traced; some of them differ from those that compute.
+    # Return the new states and then the gates, which the backward pass reads. arrays: one for each name in `given`.
     def results(*arrays: mx.array) -> list[mx.array]:
         states, found = definitions.step(cell, dict(zip(given, arrays, strict=True)), TRACED)
         return distinct([*states, *(found[gate] for gate in gates)])
 
-    # The gradients of the arrays `first`. The arguments are `given`, then the cotangents of n results.
+    # Return the gradients of the inputs `first`. arrays: one for each name in `given`, then the cotangents of n
+    # results.
     def derivatives(*arrays: mx.array) -> list[mx.array]:
         rest = arrays[len(first) : len(given)]
         return vjp(lambda *x: results(*x, *rest)[:n], arrays[: len(first)], arrays[len(given) :])[1]
 
-    states = cell.carried + 1  # the states besides h, and h
+    states = cell.carried + 1  # the number of states: `carried` does not count h
     n = states + cell.gates * exposes  # the number of results that have cotangents
     with mx.stream(mx.cpu):
-        # zero: stands for every argument; its square shape fits the matrix products, too.
+        # zero: traced in place of every argument. It is square so that it can also be an operand of the matrix
+        # products.
         graph, zero = Graph(is_built_in=True), mx.zeros((3, 3), mx.float64)
         forward = absorb(graph, results, [zero] * len(given), given)
         graph.derives = True
@@ -408,7 +414,8 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
     try:
         states = cell(a, rest[: counts.states], *rest[counts.states :])
     except (TypeError, ValueError) as error:
-        # Python's own errors for a wrong number of values, and MLX's for a tuple of arrays in place of an array
+        # Raise all errors of the cell as they are, except those that a wrong number of arguments causes: Python's
+        # errors for it, and MLX's for a tuple of arrays in place of an array.
         if not any(text in str(error) for text in (" to unpack", "positional argument", "Invalid type tuple")):
             raise
         given = f"gates={counts.gates}, states={counts.states}, params={counts.params}, inputs={counts.inputs}"
@@ -451,31 +458,31 @@ def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
     except ValueError as error:
         if "CustomTransforms" in str(error):
             raise NotPointwise("a custom function") from error
-        # The second text: float(a), math.tanh(a) or `if a` of an array of several numbers.
+        # The cell reads the values of an array, which has none while it is traced. MLX's error has the first text or,
+        # if float(a), math.tanh(a) or `if a` gets an array of several numbers, the second text.
         if "eval an array during function transformations" in str(error) or "Only length-1 arrays" in str(error):
             raise NotPointwise("a decision on values") from error
         name = str(error).partition("Unable to get state for primitive ")[2]
-        if name:  # such as nn.relu, which MLX compiles, of an array that does not depend on the arguments
+        if name:  # "Compiled": a compiled function, such as nn.relu, of an array that does not depend on the arguments
             raise NotPointwise("a compiled function of constants" if name.startswith("Compiled") else name) from error
         raise
     return content
 
 
 def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], names: list[str]) -> list[int]:
-    """Trace a function of MLX and add its operations to `graph`. Return the nodes of its results. given: arrays of the
-    shapes and dtypes of its arguments; names: the names of the graph's inputs for them."""
+    """Trace a function that uses MLX, and add its operations to `graph`. Return the nodes of its results. given: arrays
+    with the shapes and dtypes of its arguments. names: for each argument the name of the graph's input."""
     content = exported(function, given)
-    # A function with random numbers is refused. MLX may list the splitting of the random key (Split) before
-    # RandomBits. The error shall name RandomBits, so this check comes before the other operations are read. The same
-    # holds for products.
+    # A user's cell with random numbers or matrix products is refused, and the error shall name these. MLX may list
+    # another forbidden operation before them, such as the splitting of the random key. So look for these first.
     for item in content:
         if item.get("name") in ("RandomBits", *PRODUCTS) and not graph.is_built_in:
             raise NotPointwise(item["name"])
     # Find the arrays that the function captures from outside: trace it again while the first trace `content` is alive.
-    # A constant that the function creates then has another address, and a captured array has the same.
+    # A constant that the function creates has another memory address in each trace; a captured array has the same.
     again = exported(function, given)
     captured = captured_arrays(content, again)
-    found: dict[str, int | None] = {}  # {key in MLX's graph: node, or None for an array with unequal numbers}
+    found: dict[str, int | None] = {}  # {key of an array in MLX's list: node; None if its numbers are not all equal}
     outputs: list[str] = []
     for item in content:
         if item["type"] == "inputs":
@@ -496,11 +503,11 @@ def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], na
 def constant_of(graph: Graph, array: mx.array) -> int | None:
     """Return the node of a constant, or None for an array whose numbers are not all equal."""
     values = np.array(array.astype(mx.float64 if array.dtype == mx.float64 else mx.float32), copy=False).reshape(-1)
-    # A NaN differs from itself, so an array with NaN has no node either.
+    # NaN != NaN, so for an array with NaN the function returns None, too.
     if values.size == 0 or (values != values[0]).any():
         return None
     n = graph.constant(float(values[0]))
-    # A bool becomes a condition, "number != 0".
+    # A graph has only numbers as constants. So a constant bool becomes the condition "number != 0".
     return graph.add("ne", n, graph.constant(0)) if array.dtype == mx.bool_ else n
 
 
@@ -508,9 +515,9 @@ def captured_arrays(content: Exported, again: Exported) -> set[str]:
     """Return the keys of the captured arrays: the constants that come from outside of the function. content, again:
     the graphs of two traces of this function.
 
-    A constant that the function creates has a different memory address in each graph, because both graphs are alive. A
-    captured array has the same address in both. A placeholder of mx.compile or mx.vmap has no value and no address; it
-    belongs to a transformation around the function, so it is captured, too.
+    A constant that the function creates has a different memory address in each trace, because both traces are alive. A
+    captured array has the same address in both. A placeholder of mx.compile or mx.vmap has no value and no address. It
+    comes from a transformation around the function, so it is captured, too.
     """
     captured: set[str] = set()
     pairs = [
@@ -520,7 +527,7 @@ def captured_arrays(content: Exported, again: Exported) -> set[str]:
     for (key, one), (_, other) in zip(*pairs, strict=False):
         try:
             same = one.size > 0 and address(one) == address(other)
-        except ValueError:  # a placeholder of mx.compile or mx.vmap
+        except (ValueError, RuntimeError):  # a placeholder of mx.compile or mx.vmap
             same = True
         if same:
             captured.add(key)
@@ -528,8 +535,8 @@ def captured_arrays(content: Exported, again: Exported) -> set[str]:
 
 
 def address(array: mx.array) -> int:
-    """Return the address of an array's memory, which NumPy tells. NumPy has no bfloat16; a view of uint16 has the same
-    memory."""
+    """Return the memory address of an array, which NumPy can tell. NumPy has no bfloat16, so such an array is viewed as
+    uint16, at the same address."""
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)
     return np.array(array, copy=False).__array_interface__["data"][0]
@@ -540,7 +547,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     it. found: the nodes of earlier results by MLX's key, None for an array whose numbers are not all equal. captured:
     the keys of arrays from outside of the function.
 
-    In a built-in cell a matrix is an input, such as W0. Its transpose becomes another input, W0T; back again, W0.
+    In a built-in cell a matrix is an input, such as W0. Its transpose becomes another input, W0T; the transpose of W0T
+    becomes W0.
     """
     name, arguments = item["name"], item["arguments"]
     keys = [key for key, *_ in item["inputs"]]
@@ -549,7 +557,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         raise NotPointwise("a captured array" if captured.intersection(keys) else name)
     if any(found[key] is None for key in keys):
         raise NotPointwise("a captured array" if captured.intersection(keys) else "a constant array")
-    # args: the nodes of the operands. conditions: for each of them whether its values are bool.
+    # args: the nodes of the operands. conditions: for each operand whether its values are bool.
     args = [n for n in (found[key] for key in keys) if n is not None]
     conditions = [graph.nodes[n].op in CONDITIONS for n in args]
     if name == "Transpose":  # "W0" becomes "W0T", "W0T" becomes "W0"
@@ -557,7 +565,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         return graph.input(matrix[:-1] if matrix[-1] == "T" else matrix + "T")
     if name == "Matmul":
         return graph.normalise(*args) if graph.nodes[args[1]].value in ("N0", "N0T") else graph.add("matmul", *args)
-    if name in (*VIEWS, "StopGradient"):  # they copy or repeat numbers, but move none to another unit
+    if name in (*VIEWS, "StopGradient"):  # they copy or repeat numbers, but change no value and no unit
         return args[0]
     if name == "AsType":
         return cast(graph, args[0], conditions[0], item["inputs"][0][2], item["outputs"][0][2])  # both dtypes
@@ -576,8 +584,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     if name == "FloorDivide":
         return graph.add("floor", graph.add("div", *args))
     op = {**UNARY, **BINARY}[name]
-    # Convert operands. A logical operation needs conditions: a number x becomes x != 0. Any other operation needs
-    # numbers: a condition becomes 0 or 1.
+    # Convert operands of the wrong kind. A logical operation needs conditions, so a number x becomes x != 0. Any other
+    # operation needs numbers, so a condition becomes 0 or 1.
     pairs = zip(args, conditions, strict=True)
     if op in ("and", "or", "not"):
         return graph.add(op, *[n if is_bool else graph.add("ne", n, graph.constant(0)) for n, is_bool in pairs])
@@ -588,9 +596,9 @@ def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype)
     """Return the node of a conversion of node n from the dtype `before` to the dtype `after`. is_bool: whether n is a
     condition.
 
-    The function supports conversions between bool and numbers, all conversions of a constant, and that from float32 to
-    float64: as all arguments of a cell of float64 have this dtype, only selected constants such as mx.where(p, 1.0,
-    0.0) are float32. For any other conversion raise an error.
+    Conversions between bool and numbers, of constants, and from float32 to float64 are supported. Any other conversion
+    raises an error. float32 in a cell of float64 is exact: only results of constants such as mx.where(p, 1.0, 0.0) have
+    this dtype, because all arguments are float64.
     """
     if after == mx.bool_:
         return n if is_bool else graph.add("ne", n, graph.constant(0))
@@ -606,11 +614,11 @@ def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype)
 
 def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> None:
     """Raise the error for a cell that is not pointwise. The error names the operation, its line and what to do instead.
-    step, given: the cell as a function of one list of arrays, and such arrays. what: the name of what the cell must not
-    use, from `NotPointwise`."""
+    step: the cell as a function of arrays. given: arrays with the shapes and dtypes of its arguments. what: the name of
+    what the cell must not use, from `NotPointwise`."""
     what = what_with_values(cell, step, given, what)
     advice = next((text for text, names in ADVICE.items() if what in names), "docs/cells.md lists the operations")
-    # A decision on values may be a call such as np.tanh(h), which needs the numbers of h. Then name the call.
+    # The cell reads values of an array. If it does so by a call such as np.tanh(h), the error names this call.
     if what == "a decision on values" and (other := call_outside_mlx(step, given)):
         what, advice = other
     name = getattr(cell, "__name__", type(cell).__name__)
@@ -618,44 +626,39 @@ def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.ar
 
 
 def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> str:
-    """Return the name of what a cell uses that is not pointwise. The cell is traced again for it after the arrays that
-    it captures got their values. what: the name that the first trace found.
+    """Return the name of what makes a cell not pointwise. The cell is traced once more, with all arrays that it
+    captures evaluated. what: the name that the first trace found.
 
-    MLX lists the operations of an array without a value as if the cell did them. So the initial weights of a module,
-    which nobody has evaluated, would look like random numbers that the cell draws.
+    MLX's list contains the operations that compute a captured array if this array is not evaluated yet. So the initial
+    weights of a module would look like random numbers that the cell draws.
     """
-    try:
-        arrays = Captured(cell).every_array()
-    except TooMuch:
-        return what
-    if arrays:
+    if arrays := Captured(cell).every_array():
         have_values(arrays)
         try:
             absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])  # any names will do
         except NotPointwise as error:
             what = error.what
-    # The cell was traced twice, and `absorb` found an array that has the same address in both traces. But the cell
-    # captures no array. So the array is a constant of a compiled function, which MLX keeps from call to call.
+    # The cell captures no array, but `absorb` found an array with the same address in two traces. So this array is a
+    # constant of a compiled function, which MLX stores from call to call.
     elif what == "a captured array":
         what = "a compiled function of constants"
     return what
 
 
 def call_outside_mlx(step: Callable[..., Any], given: list[mx.array]) -> tuple[str, str] | None:
-    """Return (call, advice) if a cell passes an array to a function of NumPy or of Python's math module of which MLX
-    has its own, as in np.tanh(h); else None."""
+    """Return (call, advice), such as ("np.tanh", "use mx.tanh"), if a cell passes an array to a function of NumPy or of
+    Python's math module and MLX has a function of this name. Otherwise return None."""
     try:
         exported(step, given)
     except NotPointwise as error:
-        # The last line of the user's code on the way to MLX's error is the one with the call.
+        # The innermost frame of the user's code in the traceback of MLX's error is at the line with the call.
         cause = None if error.__cause__ is None else error.__cause__.__traceback__
         frames = [(frame, line) for frame, line in walk_tb(cause) if is_users(frame.f_code.co_filename)]
         if not frames:
             return None
         frame, line = frames[-1]
         names = frame.f_builtins | frame.f_globals | frame.f_locals
-        # Each text before a "(" in this line, such as "np.tanh": find the object that it names, one part after the
-        # other.
+        # For each name before a "(" in this line, such as "np.tanh", find the object: first `np`, then its attribute.
         for text in re.findall(r"([A-Za-z_][\w.]*)\(", linecache.getline(frame.f_code.co_filename, line)):
             first, *rest = text.split(".")
             value = names.get(first)
@@ -676,7 +679,7 @@ def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:
     names, n = [f"x{k}" for k in range(len(given))], 0
     seen: list[tuple[mx.array, str, int]] = []
 
-    # Run the cell, but return only its intermediate result number n. seen: (result, file, line) of each.
+    # Run the cell, but return only its intermediate result number n. seen: (result, file, line) of all these results.
     def one(*arrays: mx.array) -> list[mx.array]:
         seen.clear()
         with recorded(seen):
@@ -709,8 +712,9 @@ def is_users(file: str) -> bool:
 @contextmanager
 def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
     """Record every array that appears in a variable or as a result of Python code inside this context, with the file
-    and the number of the line that made it. A function's arguments are not recorded: no line of it made them."""
-    known: dict[int, Any] = {}  # by id; as the dict holds the arrays, no other object gets one of these ids
+    and the number of the line that made it. The arguments of a function are not recorded, because no line of the
+    function made them."""
+    known: dict[int, Any] = {}  # {id: array}; the dict keeps the arrays alive, so that no other object gets such an id
     before = sys.gettrace()
 
     def note(values: Any, frame: FrameType, line: int) -> None:
@@ -719,8 +723,8 @@ def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
                 known[id(value)] = value
                 seen.append((value, frame.f_code.co_filename, line))
 
-    # Python calls `enter` for each function that begins and then `follow` before each of its lines and at its return.
-    # So at that moment the values of variables come from the line before, whose number `last` holds.
+    # Python calls `enter` when a function begins, and `follow` before each line of the function and at its return. At
+    # that moment the variables have the values that the previous line gave them; `last` holds the number of this line.
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
         if not is_users(frame.f_code.co_filename):
             return None
@@ -744,5 +748,5 @@ def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
 
 
 def flattened(value: Any) -> list[Any]:
-    """Return the values in nested tuples and lists."""
+    """Return all values of nested tuples and lists as one list."""
     return [inner for each in value for inner in flattened(each)] if isinstance(value, (tuple, list)) else [value]

@@ -1,6 +1,6 @@
-"""The options of the recurrent cells: gate order, activations and others. The classes hold no arrays. H: hidden units.
-
-Every cell has these attributes, of which most say which arrays an engine needs for it:
+"""The classes of the recurrent cells. A cell holds the options of an LSTM, GRU, RNN or user's cell, such as its gate
+order and activations, but no arrays. H: hidden units. Every cell has these attributes, most of which say which arrays
+an engine needs for it:
 
     op            the name of the user's function: "lstm", "gru", "rnn" or "pointwise"
     gates         the number of preactivations; gate_order: one letter for each, in the order of the weights' rows
@@ -18,8 +18,8 @@ Every cell has these attributes, of which most say which arrays an engine needs 
     stops_c       whether the clip of c makes gradients 0 where it changed c; stops_h: likewise for a projected h
     block         called with (gate, H), it returns the gate's rows in the weights (`gate_block`)
 
-It also has the options of all other cells, such as `reset` and `forget_bias`. The value of an option that it lacks
-stands for "not used": 0, "", None or False.
+Every cell also has the options of all other cells, such as `reset` and `forget_bias`. An option that a cell does not
+use is 0, "", None or False.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ from .cell_graph import CellGraph, Node, needed
 Entry = TypeVar("Entry")
 
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
-"""Names of activations. `hard_sigmoid(x) = clip(0.2 x + 0.5, 0, 1)`; `hard_sigmoid_sixth(x) = clip(x / 6 + 0.5, 0, 1)`
-is the hard sigmoid of torch and Keras 3. The slope of relu at 0 is 0."""
+"""The names of the activations. `hard_sigmoid(x) = clip(0.2 x + 0.5, 0, 1)`; `hard_sigmoid_sixth(x) = clip(x / 6 + 0.5,
+0, 1)` is the hard sigmoid of torch and Keras 3. The slope of relu at 0 is 0."""
 
 HARD_SIGMOIDS = {"hard_sigmoid": 0.2, "hard_sigmoid_sixth": 1 / 6}
 """The slope of each hard sigmoid between the two points where it is clipped."""
@@ -46,12 +46,14 @@ def known(engine: str, table: Mapping[str, Entry], name: str) -> Entry:
 
 
 def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
-    """Return the rows of one gate on an axis that holds all gates, such as the axis 4H of an LSTM. hidden: H."""
+    """Return the slice of one gate on an axis that holds all gates side by side, such as the axis 4H of an LSTM.
+    hidden: the number of hidden units H."""
     start = cell.gate_order.index(gate) * hidden
     return slice(start, start + hidden)
 
 
-# These names are defined here with their types. Inside a NamedTuple an annotation would make them fields.
+# Constants of the classes below. They are defined outside of the classes, because inside a NamedTuple their types
+# (annotations) would make them fields.
 LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 """LSTM_OUTPUTS, OUTPUTS: the attribute `outputs` of cells with and without c."""
@@ -63,11 +65,12 @@ NO_BIAS: float = 0.0
 class NormOptions(NamedTuple):
     """How a cell's step uses layer normalisation. `engines.definitions` has the equations.
 
-    of: "product" normalises the recurrent product h Wh^T; "products" also x Wx^T, by itself; "sum" the sum of h Wh^T
-    and the input's part x Wx^T + b; None neither. Only the engine `numpy` gets "products": for the others `input_norm`
-    normalises x Wx^T before the steps. gates: whether the norm takes its mean over the numbers of all gates "together",
-    or over the H numbers of "each" gate. c: where an LSTM's c is normalised: only for the "output" h, or also in the
-    "state" that the next step gets; None for not at all. eps: the number that is added to each variance.
+    of: what is normalised: "product", the recurrent product h Wh^T; "products", h Wh^T and x Wx^T, each by itself;
+    "sum", the sum h Wh^T + x Wx^T + b; None, nothing of these. Only the engine `numpy` gets "products": for the other
+    engines `input_norm` normalises x Wx^T before the steps. gates: whether mean and variance are those of the numbers
+    of all gates "together", or of the H numbers of "each" gate. c: where an LSTM's c is normalised: only for the
+    "output" h, or also in the "state" that the next step gets; None if nowhere. eps: the number that is added to each
+    variance.
     """
 
     of: str | None = "product"
@@ -96,7 +99,7 @@ class LSTMCell(NamedTuple):
     clip_gradient: str = "through"
     norm: NormOptions | None = None
 
-    # The module's docstring describes these attributes, which every cell has.
+    # Every cell has these attributes, which the head of this file explains.
     op = "lstm"
     gates = gradients = 4
     carried = 1
@@ -110,17 +113,17 @@ class LSTMCell(NamedTuple):
     block = gate_block
 
     def activation(self, gate: str) -> str:
-        """Return the name of the activation of gate "i", "f", "g" or "o", or of the "output"."""
+        """Return the name of the activation of gate "i", "f", "g" or "o", or of c in h = o act(c), called "output"."""
         return self.activations[4 if gate == "output" else "ifgo".index(gate)]
 
     @property
     def stops_c(self) -> bool:
-        """Whether the clip of c stops gradients: they are 0 where it changed c."""
+        """Whether the clip of c stops gradients: the gradient is 0 where the clip changed c."""
         return self.cell_clip is not None and self.clip_gradient == "zero"
 
     @property
     def stops_h(self) -> bool:
-        """Whether the clip of a projected h stops gradients: they are 0 where it changed h."""
+        """Whether the clip of a projected h stops gradients: the gradient is 0 where the clip changed h."""
         return self.projection_clip is not None and self.clip_gradient == "zero"
 
 
@@ -140,7 +143,7 @@ class GRUCell(NamedTuple):
     flip_z: bool = False
     norm: NormOptions | None = None
 
-    # The module's docstring describes these attributes, which every cell has.
+    # Every cell has these attributes, which the head of this file explains.
     op = "gru"
     gates = gradients = 3
     carried = inputs = summed = 0
@@ -166,7 +169,7 @@ class RNNCell(NamedTuple):
     act: str = "tanh"
     norm: NormOptions | None = None
 
-    # The module's docstring describes these attributes, which every cell has. reads_kept is false: the gradient of a
+    # Every cell has these attributes, which the head of this file explains. reads_kept is false: the gradient of a
     # step reads only its h, because the derivative of the activation is a function of its result.
     op = "rnn"
     gates = gradients = 1
@@ -184,22 +187,22 @@ class RNNCell(NamedTuple):
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """The activation, as a tuple like that of the other cells."""
+        """The name of the activation in a tuple, because the other cells have a tuple of names."""
         return (self.act,)
 
 
 class PointwiseCell(NamedTuple):
     """A cell that the user wrote. Its state c holds all states except h, side by side: [B, carried * H].
 
-    graph: the traced function. recurrent: whether h is multiplied by Wh; otherwise the units are independent. norm: the
-    layer normalisation of the preactivations.
+    graph: the operations of the user's function, which was traced. recurrent: whether a step multiplies h by Wh; if
+    not, the units are independent. norm: the layer normalisation of the preactivations.
     """
 
     graph: CellGraph
     recurrent: bool = True
     norm: NormOptions | None = None
 
-    # The module's docstring describes the attributes below, which every cell has.
+    # Every cell has the attributes below, which the head of this file explains.
     op = "pointwise"
     reads_kept = True
     params = "params"
@@ -212,12 +215,12 @@ class PointwiseCell(NamedTuple):
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """A user's function has no activations with names."""
+        """An empty tuple: a cell that the user wrote has no activations with names."""
         return ()
 
     @property
     def apart(self) -> bool:
-        """Whether the function reads both parts of the preactivations separately."""
+        """Whether the function reads the input's part and the recurrent part of each preactivation as two values."""
         return self.graph.apart
 
     @property
@@ -258,11 +261,12 @@ class PointwiseCell(NamedTuple):
 
     @property
     def passes_h(self) -> bool:
-        """Whether a step reads h, besides in the recurrent product."""
-        graph = self.graph  # in which s0 is the h before the step
-        # forward: whether the new states are computed from h itself. -1: no node, if h is no input of the graph.
+        """Whether a step or its gradient reads h itself, not only the product h Wh^T."""
+        graph = self.graph
+        # s0: the name of h before the step. forward: whether the new states are computed from s0. -1: no node has this
+        # number, so the result is false if s0 is no input of the graph.
         forward = graph.number.get("s0", -1) in needed(graph.nodes, graph.forward)
-        # `gradients("s")[0]` is the gradient of that h, apart from what comes through the product.
+        # `gradients("s")[0]` is the gradient of s0 without the part that comes through the product h Wh^T.
         return forward or graph.nodes[graph.gradients("s")[0]] != Node("const", (), 0.0)
 
     @property
@@ -272,7 +276,7 @@ class PointwiseCell(NamedTuple):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of an engine's outputs."""
+        """The names of the outputs that an engine returns for this cell."""
         return LSTM_OUTPUTS if self.graph.states > 1 else OUTPUTS
 
 
@@ -281,18 +285,20 @@ AnyCell = Cell | PointwiseCell
 
 
 def normalises_input(cell: AnyCell) -> bool:
-    """Return whether the input's product is normalised by itself, besides the recurrent product."""
+    """Return whether the cell normalises both x Wx^T and h Wh^T, each by itself."""
     return cell.norm is not None and cell.norm.of == "products"
 
 
 def norm_blocks(cell: AnyCell) -> int:
-    """Return how many parts of the product or sum are normalised by themselves: each gate, or all gates as one."""
+    """Return into how many blocks the norm divides the axis of all gates: a block per gate if each gate has its own
+    mean and variance, else 1."""
     return cell.gates if cell.norm is not None and cell.norm.gates == "each" else 1
 
 
 def form_of(cell: AnyCell) -> Any:
-    """Return the cell without the numbers that generated code gets as arguments: the forget bias is 0, and the limits
-    of the clips and the eps of a norm are 1. Cells that differ only in such numbers share their code by this key."""
+    """Return the cell with fixed values in place of the numbers that generated code gets as arguments: the forget bias
+    is 0, and the limits of the clips and the eps of a norm are 1. Caches of generated code use the result as a key, so
+    that cells that differ only in these numbers share their code."""
     if cell.norm is not None:
         cell = cell._replace(norm=cell.norm._replace(eps=1.0))
     limits = {name: 1.0 for name in ("cell_clip", "projection_clip") if getattr(cell, name) is not None}

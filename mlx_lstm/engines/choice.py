@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 
-from ..ground.checks import FLOATS, check_option, fail
+from ..ground.checks import FLOATS, check_flag, check_integer, check_option, fail
 from . import tuning
 from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
 from .packing import Packing
@@ -23,9 +23,9 @@ from .problem import CORES, LIMITS, Chunks, Problem
 from .tuning import PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
-"""The engines. `fused`: our Metal shaders, with the whole sequence in one launch. `stepwise`: our Metal shaders,
-with one launch per time step. `numpy`: on the CPU, writing into the memory of MLX arrays. `ops`: a graph of MLX
-operations, which runs on any device and defines the correct results."""
+"""The names of the engines. `fused`: our Metal shaders, with all time steps in one launch. `stepwise`: our Metal
+shaders, with one launch per time step. `numpy`: NumPy on the CPU, which writes into the memory of MLX arrays. `ops`: a
+graph of MLX operations, which runs on any device and defines the correct results."""
 
 Engine = Literal["fused", "stepwise", "numpy", "ops"]
 """The type of an option `engine`."""
@@ -34,15 +34,15 @@ METAL_ENGINES: tuple[Engine, ...] = ("fused", "stepwise")
 """The engines that run on the GPU with our own shaders."""
 
 LSTM = LSTMCell()
-"""The default of the argument `cell`: an LSTM with the usual options."""
+"""An LSTM with the default options, for the argument `cell` of `choose`."""
 
 FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 """The largest H that `fused` supports, by op. A threadgroup has 4 threads per hidden unit (1 for a plain RNN), and
 Metal allows at most 1024 threads."""
 
 FUSED_NUMBERS = 16
-"""How many numbers per unit a user's cell may have so that the registers suffice for `fused`: its gates, states, inputs
-of each step and parameters together."""
+"""The largest cell of a user that `fused` supports, as a count of numbers per hidden unit: gates, states, inputs of
+each step and parameters together. For more numbers a thread would not have enough registers."""
 
 STEPWISE_GATES = 32
 """The largest number of gates of a user's cell that `stepwise` supports. A threadgroup has 32 threads per gate, and
@@ -50,19 +50,20 @@ Metal allows at most 1024 threads."""
 
 GATES = {"ops": 2**20, "stepwise": 2**24, "fused": 2**24}
 """The largest number of gate values (steps x batch x G H) in one chunk, if a sequence is divided because of its length.
-2^24 values are 64 MB in float32. At peak speed the smallest GPU needs 7 ms (not measured) to multiply so many values by
-weights of width 512; macOS ends a launch that keeps the GPU from the display for too long. `ops` has a lower limit:
-while MLX derives a gradient, it keeps all arrays of a chunk, about 16 times as much."""
+2^24 values are 64 MB in float32. The limit keeps a launch short, because macOS ends a launch that blocks the display
+for too long: at peak speed the smallest GPU needs 7 ms (computed, not measured) for a product with so many results of
+512 terms each. `ops` has a lower limit because MLX keeps all arrays of a chunk while it derives a gradient, about 16
+times as much memory."""
 
 ROWS = 1024
-"""The smallest number of rows (steps x batch) in a chunk that `numpy` recomputes. At this size the fixed cost of a
-chunk is small compared with its steps. The products of `numpy` take this many rows at a time, so shorter chunks
-would save little memory."""
+"""The smallest number of rows (steps x batch) in a chunk of `numpy` that the backward pass computes again. A chunk of
+this size takes much longer than its fixed cost. Smaller chunks would save little memory, because one product of the
+backward pass of `numpy` has this many rows in any case."""
 
 ONE_STEP = 2**22
-"""The largest recurrent product, as a number of multiplications, for which `ops` runs instead of `numpy`. This limit is
-for a call of a single step inside a transformation of MLX, such as mx.grad. Above it MLX's slow product on Linux takes
-longer than what `is_small_step` describes, in loops of up to about 500 steps."""
+"""The largest recurrent product h Wh^T, in multiplications, for which `ops` runs a single step instead of `numpy`
+inside a transformation of MLX, such as mx.grad (see `is_small_step`). For larger products `numpy` is faster, at least
+in loops of up to about 500 steps, because MLX multiplies matrices slowly on Linux."""
 
 NONE: Mapping[str, str] = MappingProxyType({})
 """The default of the argument `refused`: no engine is refused."""
@@ -106,7 +107,7 @@ def choose(
         requested (str): the engine that the caller forces. Default: `None`, the best that can run.
         table (Table): the faster Metal engine by dtype, batch size and H. Default: no measurements but predictions.
         op (str): the op that an error names. Default: `"lstm"`.
-        refused (mapping): engines whose kernels failed a test run on this machine, each with the reason. Default: none.
+        refused (mapping): engines whose kernels failed a trial run here, each with the reason. Default: none.
         packing (Packing): how the recurrent weights are quantized. Default: `None`, they are not.
         cores (int): number of GPU cores, by which the faster engine is predicted. Default: 10.
 
@@ -129,11 +130,18 @@ def choose(
     """
     check_option(op, "dtype", dtype, FLOATS)
     check_option(op, "device", device, ("cpu", "gpu"))
-    T, B, _, H = sizes
+    check_flag(op, "metal", metal)
+    check_flag(op, "traced", traced)
+    cores = check_integer(op, "cores", cores, least=1)
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != 4:
+        fail(op, "sizes must be (T, B, I, H)", repr(sizes))
+    T, B, _, H = (
+        check_integer(op, f"size {name} of sizes", size, least=1) for name, size in zip("TBIH", sizes, strict=True)
+    )
     names = ("Wp",) if projection else ()
-    # plain: nobody asks for a gradient; then the rule of `is_small_step` does not apply. LIMITS: the sizes above which
-    # an engine launches other kernels, here with the caller's number of cores. The second H stands for the width of h,
-    # on which the choice does not depend.
+    # plain=True: the choice for a call outside of mx.grad, where the rule of `is_small_step` does not apply. limits:
+    # the ordinary limits, with the caller's number of GPU cores. The second H of `Problem` is the width of h, on which
+    # the choice does not depend.
     options = {"packing": packing, "plain": True, "limits": LIMITS._replace(cores=cores)}
     problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, **options)
     return decide(problem, table, op, requested, Place(device, metal, traced), refused=refused)
@@ -151,14 +159,14 @@ class Place(NamedTuple):
 def decide(
     problem: Problem, table: Table, op: str, requested: str | None, place: Place, *, refused: Mapping[str, str] = NONE
 ) -> Choice:
-    """Return the engine that runs this problem, and the reason. Like `choose`, but for a problem whose arguments have
-    already been checked.
+    """Return the engine that runs this problem, and the reason. Unlike `choose` it gets arguments that have been
+    checked.
 
-    table: measurements of the faster Metal engine; without any, its `engines` are empty and its `source` says why.
-    `table.trusts` says whether an engine failed in no measurement at this batch size. op: the op that an error
-    names. requested: the engine that the caller forces. If it cannot run, an error is raised. If it is None, the
-    fastest engine that can run is returned. place: where the call runs. refused: engines that failed a test run, with
-    reasons.
+    table: measurements that say which Metal engine is faster. If there are none, `table.engines` is empty, and
+    `table.source` says why. `table.trusts` says whether an engine failed in no measurement at this batch size. op: the
+    op that an error names. requested: the engine that the caller forces. If it cannot run, an error is raised. If it is
+    None, the fastest engine that can run is returned. place: where the call runs. refused: engines that failed a test
+    run, with reasons.
     """
     check_engine(op, requested)
     B, H, dtype, packing, cell = problem.B, problem.H, problem.dtype, problem.packing, problem.cell
@@ -170,11 +178,12 @@ def decide(
         return Choice(requested, "asked for")
     if "numpy" not in reasons and not problem.plain and is_small_step(problem.cell, problem.T, B, H):
         return Choice("ops", "one small step inside a transformation of MLX")
-    if "numpy" not in reasons:  # the CPU: no Metal engine can run, and `numpy` comes before `ops`
+    if "numpy" not in reasons:  # on the CPU, where no Metal engine can run, and `numpy` is faster than `ops`
         return Choice("numpy", "the stream's device is the CPU")
     if table.engines and packing is None:
         engine, reason = table.preferred(dtype, B, H)
-    # The predictions are for built-in cells that `fused` can run. If it cannot, the lines below replace it.
+    # `predict` is only for built-in cells that `fused` can run. In all other cases prefer `fused`. If `fused` cannot
+    # run, the lines below choose another engine and give the reason why.
     elif "fused" in reasons or isinstance(cell, PointwiseCell):
         engine, reason = "fused", "all steps in one launch"
     else:
@@ -184,23 +193,25 @@ def decide(
         return Choice(engine, reason)
     if "stepwise" in reasons:
         return Choice("ops", reasons["numpy" if place.device == "cpu" else "stepwise"])
-    # `fused` is preferred but cannot run. If a measurement has discarded `stepwise`, too, `ops` runs.
+    # The preferred engine is `fused`, which cannot run here. So `stepwise` runs, or `ops` if a measurement of
+    # `stepwise` failed.
     return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", reasons[engine])
 
 
 def is_small_step(cell: AnyCell, T: int, B: int, H: int) -> bool:
     """Return whether a call is a single step that is so small that `ops` computes its gradient faster than `numpy`.
 
-    A program that calls a layer for each step builds a long graph. `numpy` must evaluate its arrays at each call, and
-    each evaluation visits all nodes of the graph so far, so the time of a call grows with the number of calls before
-    it. `ops` evaluates nothing at a call.
+    A program that calls a layer for each step builds a long graph. `numpy` must evaluate its arrays at each call. Each
+    evaluation visits all nodes of the graph so far, so each call takes longer than the call before. `ops` evaluates
+    nothing during a call.
     """
     return T == 1 and B * cell.gates * H**2 <= ONE_STEP
 
 
 def may_be_numpy(engine: object) -> bool:
-    """Return whether the option `engine` allows the engine `numpy`: by its name, or by None, the best engine. The
-    option is not checked yet: isinstance comes first, because an array does not compare as one bool."""
+    """Return whether the option `engine` allows the engine `numpy`: it is "numpy", or None for the best engine. The
+    option may have any type, because it is not checked yet. So isinstance comes first: comparing an array with a text
+    gives no single bool."""
     return engine is None or (isinstance(engine, str) and engine == "numpy")
 
 
@@ -240,8 +251,9 @@ def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str
             reasons["stepwise"] = (
                 f"its {cell.gates} gates > {STEPWISE_GATES}, and a threadgroup has at most 1024 threads, 32 per gate"
             )
-        # numbers: what a thread holds per unit in registers, of which FUSED_NUMBERS fit. lanes: the threads that share
-        # a unit: 4 divide its recurrent product and activations; without a product 1 does all the work.
+        # numbers: how many numbers per unit a thread holds in registers; at most FUSED_NUMBERS fit. lanes: the number
+        # of threads per unit. 4 threads share the recurrent product and the activations of a unit; without a product 1
+        # thread does all the work.
         numbers = cell.gates + cell.graph.states + cell.graph.inputs + cell.graph.params
         lanes = 4 if cell.recurrent else 1
         if 1024 // lanes < H:
@@ -258,12 +270,12 @@ def obstacles(cell: AnyCell, H: int, place: Place, projection: bool) -> dict[str
 
 
 def divide(problem: Problem, engine: str, every: int | str | None) -> Problem:
-    """Return the problem completed with the options that depend on its engine: its chunks, groups of steps of which the
-    backward pass recomputes one at a time, and for `fused` its cut, if one was measured: how many batch items a
-    threadgroup computes, and how many registers of a thread do not hold weights.
+    """Return the problem with the two options that depend on its engine. chunks: the parts of the time steps that run
+    one after the other, or None. cut: for `fused`, how many batch items a threadgroup computes and how many registers
+    of a thread hold no weights, as measured; None if it was not measured.
 
-    every: the option `checkpoint_every`: steps in a chunk, "auto", or None for no such chunks. A gradient op (such as
-    `lstm_gradients`), which is called with the `cotangents`, has no chunks, because it already gets all arrays that a
+    every: the option `checkpoint_every`: the steps of a chunk, "auto", or None for no chunks that save memory. A
+    gradient op such as `lstm_gradients` (`cotangents` is not None) has no chunks, because it gets all arrays that a
     chunk would recompute.
     """
     cut = tuning.cut(problem.dtype, problem.B) if engine == "fused" else None
@@ -279,25 +291,27 @@ launch and an array in each of the two passes."""
 
 def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks | None:
     """Return how a call is divided into chunks of time, or None if it is not divided. every: the option
-    `checkpoint_every`, which saves memory: the number of steps in a chunk, "auto", or None for no such chunks."""
+    `checkpoint_every`, which saves memory: the number of steps in a chunk, "auto", or None to divide a sequence only if
+    it is too long for one graph."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H  # width: the numbers of all gates of an item
-    # longest: the largest number of steps in one graph of this engine; tests change it (`unchunked`). `numpy`, which
-    # builds no graph, has 0: each of its chunks is computed at once (is_long), and a call is divided only if the caller
-    # asks for it (`every`).
+    # longest: the largest number of steps in one graph of this engine; tests change it (`unchunked`). For `numpy`,
+    # which builds no graph, it is 0: a call is divided only if the caller asks for it (`every`), and each chunk is then
+    # evaluated before the next one (`is_long`).
     longest = LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
     if every is not None:
-        # K steps per chunk. The T / K saved states and one chunk of K steps together need the least memory near
-        # K = sqrt(T). A step of `ops` needs about 16 times the memory of a state, so its K is sqrt(T) / 4.
+        # With K steps per chunk the forward pass saves T / K states, and the backward pass needs the arrays of K steps.
+        # Both together need the least memory near K = sqrt(T). For `ops` a step needs about 16 times the memory of a
+        # state, so K is sqrt(T) / 4 there.
         auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
-        # `numpy` has a fixed cost per chunk, which is small for chunks of at least ROWS rows (steps x batch). So its
-        # chunks are that long, but at most T / 8 steps: the gates and states of T / 8 steps take less than half the
-        # memory of h and dx, so the option still saves memory.
+        # `numpy` has a fixed cost per chunk, which is small if a chunk has at least ROWS rows (steps x batch). So its
+        # chunks have as many steps, but not more than T / 8: the gates and states of T / 8 steps take less than half
+        # the memory of h and dx of all steps, so the option still saves memory.
         if engine == "numpy":
             auto = max(auto, min(ROWS // B, T // 8))
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True, is_long=longest < T)
     if not 0 < longest < T:
         return None
-    # A chunk has at most `longest` steps, and at most GATES[engine] numbers in its gates.
+    # A chunk has at most `longest` steps, and its gates have at most GATES[engine] numbers.
     return Chunks(max(1, min(longest, GATES[engine] // (B * width))), recomputes=False, is_long=True)
 
 

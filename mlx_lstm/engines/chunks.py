@@ -1,24 +1,23 @@
-"""Run a recurrence on an engine in chunks of time. The class `Chunked` has the same methods as an engine, so its
-caller need not know about chunks.
+"""Run a recurrence on an engine in chunks of time. The class `Chunked` has the methods `forward` and `backward` like an
+engine, so its caller need not know about chunks.
 
 There are two reasons to divide a sequence:
 
 - `checkpoint_every`: the forward pass saves only the states at the start of each chunk, and the backward pass
   runs each chunk forward again before it runs the chunk backward.
-- Length: the graph, the projected input and the products over all steps of a long sequence would be too large
-  at once.
+- Length: for all steps of a long sequence the graph, the product x Wx^T and the products of the gradients would be
+  too large.
 
 Chunks run in one of two modes. If all arrays have values and the sequence is long, each chunk is evaluated before
 the next one starts, so that the graph stays small (eager mode). Otherwise, for example in `mx.compile`, all chunks
 are parts of one graph. In that graph the input of a chunk waits for the results of the chunk before, so that MLX
 does not run chunks side by side.
 
-Arrays are in dicts by the names that `problem` lists. h0, c0: the states before the first step. hT, cT: the states
-after the last step. h_starts, c_starts: the states at the start of each chunk. A state's letter is name[0]. A cotangent
-is the gradient that the caller gives for an output. `cell.carried`, `cell.kept`: how many blocks of H numbers c and
-gates have. `problem.plain`: nobody can ask for a gradient. T: steps, B: batch items, H: hidden units, P: the width of
-h, D: directions; d is the number of a direction, 0 or 1. start, stop: a chunk has the steps from `start` to `stop` - 1.
-SEQUENCES: h, c, gates, the outputs with one row per step. HALVES: the 16-bit dtypes.
+Arrays are in dicts by name. h0, c0: the states before the first step. hT, cT: the states after the last step. h_starts,
+c_starts: the states at the start of each chunk. So `name[0]` is the letter of a state, h or c. A cotangent is the
+gradient that the caller gives for an output. `problem.plain`: nobody can ask for a gradient. T: steps, B: batch items,
+H: hidden units, P: the width of h, D: directions; d is the number of a direction, 0 or 1. A chunk has the steps from
+`start` to `stop` - 1.
 """
 
 from collections.abc import Iterator
@@ -46,9 +45,8 @@ HALVES = (mx.float16, mx.bfloat16)
 def for_engine(engine: str, arrays: Arrays) -> Arrays:
     """Return the arrays in the dtypes that the engine reads.
 
-    The Metal shaders read 16-bit arrays, c0 among them. But c of all steps and the cotangents of c and cT are float32,
-    as the forward pass writes c. The other engines get float32 instead of 16-bit arrays. Quantized weights stay
-    unchanged.
+    The Metal shaders read 16-bit arrays, but c and cT (outputs or their cotangents) are float32, because the forward
+    pass writes c in float32. The other engines get float32 instead of 16-bit arrays. Quantized weights stay unchanged.
     """
     if engine in ("fused", "stepwise"):
         return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
@@ -73,20 +71,20 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
     evaluates = chunks.is_long and have_values(list(arrays.values()))
     if not evaluates and (plain or not chunks.recomputes):
         return None
-    # Without training nobody is likely to ask for a gradient. So the arrays for a backward pass are not saved. If MLX
-    # asks for a gradient after all, each chunk runs forward again.
+    # Without training (`problem.training`) a gradient is unlikely, so the forward pass saves no arrays for it. If MLX
+    # asks for one after all, the backward pass runs each chunk forward again.
     recomputes = chunks.recomputes or not problem.training
     return Chunked(chunks._replace(recomputes=recomputes), engine, module, problem.batch_first, evaluates)
 
 
 class Chunked:
-    """An engine that runs a sequence chunk by chunk. Its methods `forward` and `backward` are called like an engine's
-    functions.
+    """An engine that runs a sequence chunk by chunk. Its methods `forward` and `backward` are called like the functions
+    of an engine.
 
-    In addition to the engine's outputs `forward` returns the states at the start of each chunk, because `backward` runs
-    each chunk from them: h_starts [N, B, D P] and c_starts [N, B, D H], in the order of time. There are N chunks, B
-    batch items and D directions; P is the width of h and H the width of c. MLX's results of a call in evaluated chunks
-    have no graph, so `saved_of`, `stand_ins` and `real_sequences` say what MLX and Python keep of them.
+    In addition to the engine's outputs `forward` returns the states at the start of each chunk, from which `backward`
+    runs each chunk: h_starts [N, B, D P] and c_starts [N, B, D H], in the order of time, for N chunks, B batch items, D
+    directions, the width P of h and the width H of c. If chunks are evaluated, their results have no graph. Then MLX
+    gets only some of them, and arrays of zeros in place of others: see `saved_of`, `stand_ins` and `real_sequences`.
     """
 
     def __init__(self, chunks: Chunks, engine: str, module: Any, batch_first: bool, evaluates: bool):
@@ -103,18 +101,18 @@ class Chunked:
         self.eager: bool = evaluates
         self.takes_numpy: bool = False
         self.pending: list[Array] = []
-        # held: the real sequences between `forward` and the moment when the caller gets them. MLX meanwhile has arrays
-        # of zeros in their place (see `stand_ins`). dtypes: the dtypes of the outputs that MLX gets.
+        # held: the sequences that `forward` computed, until the caller gets them; MLX has arrays of zeros in their
+        # place (see `stand_ins`). dtypes: the dtypes of the outputs that MLX gets.
         self.held: Arrays = {}
         self.dtypes: dict[str, mx.Dtype] = {}
 
     # --- The outputs that MLX gets -----------------------------------------------------------------------------------
 
     def saved_of(self, problem: Problem) -> tuple[list[str], list[str]]:
-        """Return two lists of names: the outputs that MLX gets, and the results that Python saves for the backward
-        pass without MLX. If chunks are evaluated, Python saves all results for the backward pass: they have no graph,
-        so MLX could not differentiate them. Otherwise MLX gets them, too, because it needs them for a second
-        derivative."""
+        """Return two lists of names: the outputs that MLX gets, and the results that only Python saves for the backward
+        pass. If chunks are evaluated, Python saves all results that the backward pass reads: they have no graph, so MLX
+        could not differentiate them. Otherwise MLX gets these results as additional outputs, because it needs them for
+        a second derivative."""
         visible = [name for name in problem.cell.outputs if name != "gates" or problem.return_gates]
         saved = self.results_saved(problem)
         return (visible, saved) if self.evaluates else (visible + saved, [])
@@ -166,18 +164,18 @@ class Chunked:
         if self.engine == "numpy" and dtype.size > 2:
             outputs = self.module.forward(problem._replace(training=False, wants_last=True), arrays)
             return outputs | self.starts(problem, arrays, outputs)
-        # sequences: the memory of each output that has steps, into which the chunks write. widths: its last axis; c has
-        # `carried` blocks of H numbers, gates have `kept`.
+        # sequences: for each output that has steps, a buffer into which the chunks write. widths: the width of its last
+        # axis for one direction; c has `carried` blocks of H numbers, gates have `kept` blocks.
         saved, sequences = self.results_saved(problem) if problem.training else [], {}
         widths = {"h": P, "c": problem.cell.carried * H}
         if problem.return_gates or "gates" in saved:
             widths["gates"] = problem.cell.kept * H
         for name in (name for name in problem.cell.outputs if name in widths):
-            # The dtype in which the engine returns arrays of `dtype`: a saved sequence keeps it.
+            # kind: the dtype of this sequence. A saved sequence has the dtype in which the engine returns it, which may
+            # be wider than the dtype of x.
             kind = for_engine(self.engine, {name: mx.array(0, dtype)})[name].dtype if name in saved else dtype
             sequences[name] = SequenceBuffer((T, B, D * widths[name]), kind, self.batch_first, self.eager)
-        # On the CPU for `numpy`, without its warnings. last: for each direction d its last states. own, own_arrays: the
-        # problem and the arrays of this direction.
+        # last: for each direction d its last states. own, own_arrays: the problem and the arrays of this direction.
         with self.beside_the_engine():
             last = [
                 self.sweep_forward(d, own, own_arrays, sequences)
@@ -191,7 +189,7 @@ class Chunked:
 
     def starts(self, problem: Problem, arrays: Arrays, outputs: Arrays) -> Arrays:
         """Return h_starts and c_starts, the states at the start of each chunk, read from the outputs of all steps."""
-        by_d = []  # by direction; own: the problem of one direction
+        by_d = []  # for each direction its dict of starts. own: the problem of one direction
         for d, own, (own_arrays,) in by_direction(problem, arrays):
             first: Arrays = dict(zip(("h0", "c0"), initial_states(own, own_arrays), strict=True))
             mx.eval(first)
@@ -208,15 +206,16 @@ class Chunked:
         return join(by_d) if problem.bidirectional else by_d[0]
 
     def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, sequences: dict[str, "SequenceBuffer"]) -> Arrays:
-        """Run the chunks of direction d forward and write their parts of the sequences. Return the last states and
-        the states at the start of each chunk. problem: that of this direction. sequences: the memory of h, c and
-        gates."""
-        # shared: what all chunks read. by_step: what has one row per step. starts: {first step of a chunk: states}.
+        """Run the chunks of direction d forward and write their parts of the sequences. Return the last states and the
+        states at the start of each chunk. problem: the description of this direction. sequences: the buffers of h, c
+        and gates."""
+        # shared: arrays that all chunks read as a whole. by_step: arrays with one row per step. starts: {first step of
+        # a chunk: the states before it}.
         shared, by_step, starts = self.shared_by_steps(arrays), self.by_step(arrays), {}
         h0, c0 = initial_states(problem, arrays)
         states = {"h0": h0, "c0": widened(c0)}  # c is at least float32, as in the engines' outputs
-        # `prepared`: in the dtypes that the engine reads; in eager mode also copied, so that the graph of the chunk
-        # that computed them can be freed.
+        # `prepared` casts the states to the dtypes that the engine reads. In eager mode it also copies them, so that
+        # MLX can free the graph of the chunk that computed them.
         states = self.prepared({name: states[name] for name in states_of(problem)})
         if self.recomputes:  # `backward` runs each chunk again, so the engine saves nothing
             problem = problem._replace(training=False)
@@ -229,7 +228,7 @@ class Chunked:
             states = {name: outputs[f"{name[0]}T"] for name in states}
             self.write(sequences, d, start, stop, outputs, states)
             states = self.prepared(states)
-        # The names of a state: h0 first, h_starts at the start of each chunk, hT last; its letter is name[0].
+        # Name the results: from the name h0 of a state, whose letter is name[0], make hT and h_starts.
         last = {f"{name[0]}T": state for name, state in states.items()}
         in_time = [starts[start] for start in sorted(starts)]
         return last | {f"{name[0]}_starts": mx.stack([each[name] for each in in_time]) for name in states}
@@ -258,7 +257,8 @@ class Chunked:
         for name in (name for name in with_steps(arrays) if name not in left_out):
             dtype = widened(arrays[name]).dtype if problem.bidirectional else arrays[name].dtype
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)
-        # by_d: for each direction d its gradients. own, own_arrays: its problem, and its parts of the three dicts.
+        # by_d: for each direction d its gradients. own: the problem of this direction. own_arrays: its parts of the
+        # three dicts arrays, saved, cotangents.
         with self.beside_the_engine():
             parts = by_direction(problem, arrays, saved, cotangents)
             by_d = [
@@ -281,23 +281,27 @@ class Chunked:
         left_out: tuple[str, ...],
     ) -> Arrays:
         """Run the chunks of direction d backward. Write the gradients of arrays with steps, such as x, to `sequences`,
-        and return the gradients of the other arrays. problem: that of this direction. saved: what the forward pass
-        saved, among it the states at the start of each chunk. cotangents: those of some outputs. left_out: names of
-        gradients that nobody asks for."""
-        # starts: {first state: name of this state at the start of each chunk}. sums: the gradients of weights so far.
+        and return the gradients of the other arrays. problem: the description of this direction. saved: what the
+        forward pass saved, among it the states at the start of each chunk. cotangents: the cotangents of some outputs.
+        left_out: names of gradients that nobody asks for."""
+        # starts: {"h0": "h_starts", "c0": "c_starts"}. sums: the gradients of the weights, summed over the chunks so
+        # far.
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
-        # shared: what all chunks read. ..._by_step: what has one row per step, so that a chunk gets its part.
+        # shared: arrays that all chunks read as a whole. by_step and the dicts like it: arrays with one row per step,
+        # of which a chunk gets its rows.
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
         # The cotangents of the states after a chunk. For the last chunk they are the caller's cotangents of hT and cT,
-        # for each earlier chunk the gradients that the next chunk returns. `prepared`: as in `sweep_forward`.
+        # for each earlier chunk the gradients of the first states of the chunk after it. `prepared` casts them to the
+        # engine's dtypes and, in eager mode, copies them, so that MLX can free the graph that computed them.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
-            # n: the number of the chunk in time. All chunks but the last one in time have self.steps steps.
+            # n: the number of the chunk in the order of time. Only the last chunk in time may have fewer than
+            # self.steps steps.
             chunk, n = problem._replace(T=stop - start), start // self.steps
             inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop)
             inputs |= {name: saved[of_chunks][n, ...] for name, of_chunks in starts.items()}
-            # outputs: what the engine's backward pass reads, computed again or as saved.
+            # outputs: the results of the forward pass that the engine's backward pass reads, recomputed or saved.
             if self.recomputes:
                 outputs = self.module.forward(chunk._replace(training=True, return_gates=False), inputs)
             else:
@@ -307,9 +311,10 @@ class Chunked:
             gradients = self.module.backward(chunk, inputs, outputs, cotangents_of_chunk, **options)
             after = {f"{name[0]}T": gradients.pop(name) for name in starts}
             for name, of_chunks in starts.items():
-                if of_chunks in cotangents:  # the starts have a cotangent only in a second derivative
+                if of_chunks in cotangents:  # h_starts and c_starts have a cotangent only in a second derivative
                     after[f"{name[0]}T"] += cotangents[of_chunks][n, ...]
-            # terms: this chunk's gradients of the arrays without steps, such as weights, to be summed over the chunks.
+            # terms: this chunk's gradients of the arrays without steps, such as weights. Their sum over all chunks is
+            # the gradient of such an array.
             terms = {name: widened(gradient) for name, gradient in gradients.items() if name not in sequences}
             self.write(sequences, d, start, stop, gradients, after | terms)
             after, sums = self.prepared(after), self.added(sums, terms)
@@ -325,16 +330,17 @@ class Chunked:
     # --- Arrays between chunks ---------------------------------------------------------------------------------------
 
     def begin(self, problem: Problem, eager: bool) -> None:
-        """Begin a pass over the chunks of one or both directions. eager: whether each chunk is evaluated before the
-        next one starts."""
-        self.eager, self.pending = eager, []  # pending: the results of the chunk before, for which the next one waits
-        # Only engine `numpy` reads NumPy arrays; quantized weights need MLX arrays.
+        """Prepare the attributes for a forward or backward pass over all chunks. eager: whether each chunk is evaluated
+        before the next one starts."""
+        self.eager, self.pending = eager, []  # pending: the results of a chunk, for which the next chunk waits
+        # Only the engine `numpy` reads NumPy arrays, and only without quantized weights, which it dequantizes by MLX.
         self.takes_numpy = self.engine == "numpy" and problem.packing is None
 
     @contextmanager
     def beside_the_engine(self) -> Iterator[None]:
-        """Return the context for all operations outside of the engine. With `numpy` these operations run on the CPU,
-        because a GPU does not support float64. NumPy's overflow warnings are off, because MLX does not warn either."""
+        """Return the context in which this class runs its own operations, outside of the engine. With the engine
+        `numpy` they run on the CPU, because the arrays may be float64, which a GPU does not support. NumPy's overflow
+        warnings are off, because MLX does not warn either."""
         with mx.stream(mx.cpu) if self.engine == "numpy" else nullcontext(), np.errstate(all="ignore"):
             yield
 
@@ -361,7 +367,7 @@ class Chunked:
             return rows
         if self.eager:
             rows = {name: copied_to_mlx(array) for name, array in rows.items()}
-        elif "x" in rows and self.pending:  # MLX then computes this chunk only after the chunk before
+        elif "x" in rows and self.pending:  # make MLX compute this chunk only after the previous one
             rows["x"] = after_all(rows["x"], self.pending)
         return for_engine(self.engine, rows)
 
@@ -432,7 +438,8 @@ class SequenceBuffer:
         target: Any = self.memory if self.view is None else self.view
         source: Any = rows if self.view is None else memory_of(rows)
         source = source.swapaxes(0, 1) if self.batch_first else source
-        # Direction 1 whose columns begin at 0 shares them with direction 0, whose rows are there already.
+        # If the columns of direction 1 begin at 0, both directions share them, and the rows of direction 0 are there
+        # already.
         target[at] = target[at] + source if d and not first else source
 
     @property
@@ -445,9 +452,9 @@ class SequenceBuffer:
 
 
 def plain_outputs(problem: Problem, arrays: Arrays, chunked: Chunked) -> Arrays:
-    """Return the outputs, computed by the engine `ops` as a graph that MLX can differentiate. If chunks were
-    evaluated, they have no graph; then one graph of all steps is built instead. `chunked.dtypes`: the dtypes that the
-    outputs of the call have."""
+    """Return the outputs of the engine `ops` as a graph that MLX can differentiate. It is a graph in chunks or, if
+    `chunked` evaluates its chunks, which leaves no graph, a graph of all steps at once. Then `chunked.dtypes` has the
+    dtypes that the outputs of the call have."""
     if not chunked.evaluates:
         return chunked.forward(problem, arrays)
     outputs = ops.forward(problem, for_engine("ops", arrays))
@@ -466,7 +473,8 @@ def plain_gradients(problem: Problem, arrays: Arrays, cotangents: Arrays) -> Arr
 
 
 def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Problem, list[Any]]]:
-    """Yield (direction, problem, arrays) for each direction: its number, its problem, and its parts of the arrays."""
+    """Yield (d, problem, parts) for each direction d: its problem, and for each dict in `values` the dict with the
+    parts of the arrays that belong to this direction."""
     if not problem.bidirectional:
         yield 0, problem, list(values)
         return

@@ -1,5 +1,5 @@
-"""The equations of the built-in cells, each written once, in MLX. Engine `ops` calls these functions. The functions
-`graph_of` in `engines.cell_tracer` traces them, and engine `numpy` generates its code from the graphs. The float64
+"""The equations of the built-in cells, each written once, in MLX. The engine `ops` calls these functions. The function
+`graph_of` of `engines.cell_tracer` traces them as graphs, from which the engine `numpy` generates its code. The float64
 reference (`oracle`) and the Metal shaders have their own equations.
 
 A definition is called as lstm(cell, a, v, s):
@@ -39,8 +39,8 @@ def double_sigmoid(x: Array) -> Array:
     """Return the sigmoid of a float64 array, computed with cosh and sinh, because MLX 0.32.4 computes mx.sigmoid and
     mx.exp of float64 only to the precision of float32."""
     negative = x < 0
-    # mx.abs has the derivative 0 at x = 0. The derivative of the sigmoid would then be 0 there, but it is 1/4. The
-    # limit is 709: for larger x cosh overflows, and exp(-x) is too small for a normal number.
+    # size is |x|, but not by mx.abs, whose derivative at 0 is 0: the derivative of the sigmoid at 0 is 1/4. The limit
+    # is 709 because for larger x cosh overflows, and exp(-x) is too small for a normal number.
     size = mx.minimum(mx.where(negative, -x, x), 709)
     # exp(size) = cosh(size) + sinh(size), so this is sigmoid(-size). NaN stays NaN.
     small = mx.where(size >= 709, 0, 1 / (1 + mx.cosh(size) + mx.sinh(size)))
@@ -48,7 +48,7 @@ def double_sigmoid(x: Array) -> Array:
 
 
 def hard_sigmoid(rise: float, x: Array) -> Array:
-    """Return clip(rise x + 0.5, 0, 1)."""
+    """Return clip(rise x + 0.5, 0, 1), a hard sigmoid with the slope `rise` between its two limits."""
     return mx.clip(constant(rise, x) * x + 0.5, 0, 1)
 
 
@@ -59,13 +59,13 @@ def constant(value: float, like: Array) -> Array:
 
 
 def clipped(x: Array, limit: Array, gradient: str) -> Array:
-    """Return clip(x, -limit, limit). The gradient ignores the clip if `gradient` is "through", as in TensorFlow's block
-    ops: it passes to x unchanged, except that it is 0 where x is infinite. If `gradient` is "zero", it is 0 where the
-    clip changed x, as in torch.clamp."""
+    """Return clip(x, -limit, limit). If `gradient` is "through", the gradient passes to x unchanged, as in TensorFlow's
+    block ops, except that it is 0 where x is infinite. If `gradient` is "zero", the gradient is 0 where the clip
+    changed x, as in torch.clamp."""
     inside = mx.stop_gradient(mx.clip(x, -limit, limit))
     if gradient == "zero":  # `inside` is a constant for MLX, so its gradient is 0
         return mx.where(mx.abs(x) <= limit, x, inside)
-    return inside + mx.where(mx.isinf(x), 0, x - mx.stop_gradient(x))  # adds 0, but with the gradient of x
+    return inside + mx.where(mx.isinf(x), 0, x - mx.stop_gradient(x))  # adds 0, which has the gradient of x
 
 
 def normalised(a: Array, blocks: int, eps: float) -> tuple[Array, Array]:
@@ -76,7 +76,7 @@ def normalised(a: Array, blocks: int, eps: float) -> tuple[Array, Array]:
     """
     parts = mx.unflatten(a, -1, (blocks, -1))
     centred = parts - parts.mean(axis=-1, keepdims=True)
-    # The mean of the squares minus the square of the mean would lose all digits where the mean is large.
+    # The variance as mean(a^2) - mean(a)^2 would lose all digits where the mean is large.
     r = 1 / mx.sqrt((centred * centred).mean(axis=-1, keepdims=True) + constant(eps, a))
     return (centred * r).flatten(-2), r.squeeze(-1)
 
@@ -85,7 +85,7 @@ def before_norm(d: Array, y: Array, r: Array) -> Array:
     """Return the gradient of the array a [.., n] in `normalised(a, blocks, eps)`, which returned y [.., n] and r [..,
     blocks]. d [.., n]: the gradient of y.
 
-    With the means of a block the gradient is r (d - mean(d) - y mean(d y)).
+    The gradient is r (d - mean(d) - y mean(d y)), with means over a block.
     """
     d, y = (mx.unflatten(part, -1, (r.shape[-1], -1)) for part in (d, y))
     rest = d - d.mean(axis=-1, keepdims=True) - y * (d * y).mean(axis=-1, keepdims=True)
@@ -109,11 +109,13 @@ class ScaledNorm:
         return y if self.shift is None else y + self.shift
 
     def before(self, d: Array, y: Array, r: Array) -> Array:
-        """Return the gradient of a, from the gradient d of `self(a)` and the results (y, r) of `normalised(a)`."""
+        """Return the gradient of the array a, from the gradient d of `self(a)` and the results (y, r) of
+        `normalised(a)`."""
         return before_norm(d if self.scale is None else d * self.scale, y, r)
 
     def back(self, d: Array, a: Array) -> Array:
-        """Return the gradient of a, from the gradient d of `self(a)`. Normalise a again for it."""
+        """Return the gradient of the array a, from the gradient d of `self(a)`. `normalised(a)` is computed again for
+        it."""
         return self.before(d, *normalised(a, self.blocks, self.eps))
 
 
@@ -143,9 +145,10 @@ Step = tuple[list[Array], dict[str, Array]]
 
 
 def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functions) -> Step:
-    """Run one step of an LSTM. Return ([h, c], gates). The module's docstring describes the arguments; each a includes
-    the bias, for f also the forget bias. In the equations c_prev is the c before the step, p_i the peephole weights of
-    the gate i, s_i its activation, s_output that of c.
+    """Run one step of an LSTM. Return ([h, c], gates). a: the preactivations of the gates, with the bias, for f also
+    the forget bias, but without peepholes. v: the other inputs by name, such as the c before the step. s: the
+    activations and other functions by name. In the equations c_prev is the c before the step, p_i the peephole weights
+    of the gate i, s_i the activation of this gate, s_output the activation of c.
 
       i = s_i(a_i + p_i c_prev)   f = s_f(a_f + p_f c_prev)   g = s_g(a_g + p_g c_prev)
       c = f c_prev + i g, clipped if there is a limit; `clipped` defines the gradient of the clip
@@ -155,14 +158,14 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
     """
     p, c_prev = v["peephole"], v["c"]
 
-    def gate(name: str, seen: Array) -> Array:  # seen: the c that the gate's peephole reads
+    def gate(name: str, seen: Array) -> Array:  # seen: the c that the gate's peephole multiplies
         return known("ops", s, cell.activation(name))(a[name] + p[name] * seen if p else a[name])
 
     i, f, g = (gate(name, c_prev) for name in "ifg")
     c = f * c_prev + i * g
     if v["limit"] is not None:
         c = s["clip"](c, v["limit"], cell.clip_gradient)
-    # shown: the c from which h is computed. s["norm"] calls v["norm"], or writes its node into a graph.
+    # shown: the c from which h is computed, normalised if the cell does so.
     shown = c if v["norm"] is None else s["norm"](c, v["norm"])
     if cell.norm is not None and cell.norm.c == "state":
         c = shown
@@ -175,8 +178,9 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
 
 
 def gru(cell: GRUCell, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions) -> Step:
-    """Run one step of a GRU. Return ([h], gates). The module's docstring describes the arguments; s_r, s_z and s_n are
-    the activations of the gates.
+    """Run one step of a GRU. Return ([h], gates). v: the other inputs by name: h before the step, h_in (h times the
+    mask) and, with reset "before", W, the candidate's rows of Wh. s: the activations and other functions by name. In
+    the equations s_r, s_z and s_n are the activations of the gates.
 
     a: for each gate the pair (x, p), with x the input's part of the preactivation and p = h_in Wh^T the recurrent part,
     to which bhn is added for n. With reset "before" n has no p; its product is computed here, because it reads r.
@@ -189,9 +193,9 @@ def gru(cell: GRUCell, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions)
     # inner: the recurrent part of the candidate. With reset "before" W has the candidate's rows of Wh.
     inner = r * a["n"][1] if cell.reset == "after" else (r * v["h_in"]) @ v["W"].T
     n = known("ops", s, cell.activation("n"))(a["n"][0] + inner)
-    old, new = (n, v["h"]) if cell.flip_z else (v["h"], n)  # z multiplies `old`, and 1 - z multiplies `new`
+    old, new = (n, v["h"]) if cell.flip_z else (v["h"], n)  # the step computes z * old + (1 - z) * new
     h = new + z * (old - new)
-    if cell.activation("n") in UNBOUNDED:  # for an infinite n the line above gives inf - inf = NaN
+    if cell.activation("n") in UNBOUNDED:  # where n is infinite, h = new + z * (old - new) is inf - inf = NaN
         h = s["where"]((n == mx.inf) | (n == -mx.inf), z * old + (1 - z) * new, h)
     return [h], {"r": r, "z": z, "n": n}
 
@@ -212,10 +216,9 @@ of it. p: its recurrent part. w: a peephole weight. e: the gradient of a gate.""
 
 
 def step(cell: Any, of: Mapping[str, Any], s: Functions = FUNCTIONS) -> Step:
-    """Run one step of a built-in cell: collect the arguments of its definition, and call it. of: the inputs by name, a
-    letter and a number. An input that the call lacks is None or missing. s: the functions that the definition calls.
-
-    The number of x, p and w is that of a gate: x0 belongs to the first gate in `gate_order`.
+    """Run one step of a built-in cell: collect the arguments of its definition, and call the definition. of: the inputs
+    by name. A name is a letter and a number, such as x0; the numbers of x, p and w count the gates in `gate_order`. An
+    input that the call lacks is None or missing. s: the functions that the definition calls.
 
         x   the preactivation; if `cell.apart` (a GRU) only its input part, x Wx^T + b
         p   if `cell.apart`: the recurrent part of the preactivation, h_in Wh^T

@@ -1,7 +1,6 @@
-"""How the two directions of a bidirectional recurrence share arrays, and each direction's part of them.
-
-With D = 2 directions, the forward one first, and G gates (a cell that the user wrote also has U inputs of each step, V
-parameters, and several states side by side in c):
+"""Split the arrays of a bidirectional recurrence into the parts of its two directions, and join these parts. The
+layouts for D = 2 directions, the forward direction first, with G gates (a cell that the user wrote also has U inputs of
+each step, V parameters, and several states side by side in c):
 
     side by side on the last axis   h, hT, h0 [.., D P]   c, cT, c0 [.., D H]   gates [.., D G H]   mask [.., D P or 1]
                                     keep [T, B, D]
@@ -39,10 +38,10 @@ def one_direction(problem: Problem, d: int) -> Problem:
 
 def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict[str, Array]:
     """Return the parts of all arrays that belong to direction d, as views. The arrays are arguments, outputs or
-    cotangents.
+    cotangents of one call.
 
-    projects: whether the call has a Wx. If it has one, both directions read the same x; otherwise x is projected
-    already, and each direction reads its own half of x. None: the call has a Wx if `arrays` contains one.
+    projects: whether the call has a Wx. If it has one, both directions read the same x. If not, x is the product x Wx^T
+    already, and each direction reads its own half of it. None: the call has a Wx if `arrays` contains one.
     """
     if projects is None:
         projects = "Wx" in arrays
@@ -51,7 +50,7 @@ def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict
 
 def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
     """Return the part of one array that belongs to direction d, as the table at the head of this module says."""
-    # Both directions read these arrays as a whole. is_shared: the mask is broadcast over the width of h.
+    # Both directions read these arrays as a whole. `is_shared`: the mask has one column, so it is broadcast over h.
     if name == "lengths" or (name == "x" and projects) or (name == "mask" and is_shared(array)):
         return array
     if base(name) in OWN_AXIS:  # base: "Wh" for "Wh_scales", "norm" for "norm_scale"
@@ -75,9 +74,10 @@ def join(parts: list[Arrays]) -> Arrays:
 
 
 def join_of(name: str, parts: list[Any]) -> Any:
-    """Join the arrays (or the quantized weights) that both directions have under one name. parts: [that of the forward
-    direction, that of the reverse direction]."""
-    # A caller passes a quantized weight as one object. Join its arrays one by one: `base` of Wh_scales is Wh.
+    """Join two arrays (or quantized weights) of the same name, one per direction, into one. parts: the array of the
+    forward direction, then the array of the reverse direction."""
+    # A quantized weight is an object with up to three arrays, such as Wh, Wh_scales and Wh_biases. Join each of them
+    # like the weight itself.
     if isinstance(parts[0], Quantized):
         joined = join([part.arrays(name) for part in parts])
         return parts[0]._replace(**dict(zip(("packed", "scales", "biases"), joined.values(), strict=False)))
@@ -109,12 +109,13 @@ def is_shared(mask: mx.array | np.ndarray) -> bool:
 def state_before(
     problem: Problem, states: np.ndarray, first: np.ndarray, lengths: np.ndarray | None, start: int, stop: int
 ) -> np.ndarray:
-    """Return the state [B, .] of one direction before the steps from `start` to `stop`. states [T, B, .]: the state
-    after each step. first [B, .]: the state before all steps. lengths [B]: after how many steps each batch item ends,
-    or None if none ends early.
+    """Return the state [B, .] of one direction before it processes the steps from `start` to `stop` - 1. states [T, B,
+    .]: the state after each step. first [B, .]: the state before all steps. lengths [B]: the number of steps of each
+    batch item, or None if every item has T steps.
 
-    In reverse a batch item begins with its own last step. So an item with at most `stop` steps begins within these
-    steps, from `first`. For an item that has ended before these steps the result is arbitrary.
+    The reverse direction processes `stop` - 1 first, and an item begins at its own last step, with the state `first`.
+    So an item with at most `stop` steps has that state before these steps. For an item that has none of these steps the
+    result is arbitrary.
     """
     last = stop if problem.reverse else start - 1  # the step that is processed just before these steps
     if not 0 <= last < problem.T:

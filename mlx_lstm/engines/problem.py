@@ -1,4 +1,4 @@
-"""The static description of a recurrence, `Problem`, and the names and shapes of its arrays.
+"""The class `Problem`, which describes a recurrence without its arrays, and the names and shapes of these arrays.
 
 The arrays of a call with one direction have these shapes. T: time steps, B: batch items, I: input features, H: hidden
 units, P: the width of h (H, or the width of the projection), G: gates. D: directions, 1 or 2.
@@ -12,8 +12,9 @@ units, P: the width of h (H, or the width of the projection), G: gates. D: direc
 A user's cell with C states besides h, U inputs of each step, V parameters and K saved values per unit has c, cT, c0
 with C H in place of H, gates [T, B, K H], and the arrays inputs [T, B, U H] and params [V H].
 
-Wx, Wh and Wp may be quantized: `Wh` is then `Quantized.packed`, and `Wh_scales`, `Wh_biases` are additional entries.
-An array that the caller does not pass is missing from the dict. `directions` says how two directions share arrays.
+Wx, Wh and Wp may be quantized: `Wh` is then `Quantized.packed`, and `Wh_scales`, `Wh_biases` are additional entries. An
+array that the caller does not pass is missing from the dict. `engines.directions` says how the two directions of a
+bidirectional call share arrays.
 """
 
 from collections.abc import Iterator
@@ -30,15 +31,15 @@ Array = mx.array
 """The type of all arrays of a call."""
 
 CORES = 10
-"""The number of GPU cores for which work is divided if the real number is not known."""
+"""The number of GPU cores that is assumed if the real number is not known."""
 
 Arrays = dict[str, Array]
 """Arguments, results, cotangents or gradients of a call, by the names that the module's docstring lists."""
 
 
 class Cut(NamedTuple):
-    """How a Metal engine divides its work among the threads of the GPU, if the engine's own rules do not decide that.
-    The cut comes from a measurement (`tuning`), or from a test run of kernels on a GPU that lacks 8 x 8 matrices.
+    """How a Metal engine divides its work among the threads of the GPU, in place of the engine's own rules. A cut comes
+    from a measurement (`tuning`), or from a trial run of kernels on a GPU without 8 x 8 matrix operations.
 
     rows: the number of batch items that a threadgroup computes; with 8 or more the kernel multiplies 8 x 8 matrices.
     spare: how many registers of a thread must stay free of weights, in `fused`.
@@ -62,16 +63,16 @@ class Chunks(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The sizes above which an engine launches different kernels. A test run of kernels (before their first use) lowers
-    these limits, so that a small call runs the kernels of a large call.
+    """The sizes above which an engine launches different kernels. The trial run of kernels before their first use
+    lowers these limits, so that a small call runs the kernels of a large call.
 
     index: arrays with at least this many elements are indexed with 64 bits instead of 32.
-    launch_steps: the largest number of steps in one launch of `fused`. A launch has fewer steps if these
-        are predicted to take more than 20 ms.
+    launch_steps: the largest number of steps in one launch of `fused`. A launch has fewer steps if so many are
+        predicted to take more than 20 ms.
     rows_left: each launch of `stepwise` writes its step's results to a new array, and later launches join these arrays
         until at most this many are left. The last launch then reads all of them, and Metal binds up to 31 arrays.
     unchunked: the largest number of steps that are not divided into chunks, or None for the limit of the engine.
-    cores: the number of GPU cores, by which work is divided among threadgroups; 0 for the number of this machine.
+    cores: the number of GPU cores, on which the number of threadgroups depends; 0 for the number of this machine.
     """
 
     index: int = 2**31
@@ -119,7 +120,7 @@ class Problem(NamedTuple):
     dtype: the dtype of the arrays.
     names: the names of the arrays that the call has.
     masks_differ: whether each step has a different mask.
-    reverse, bidirectional: whether the only direction is the reverse one, and whether both directions run.
+    reverse: whether the only direction is the reverse one. bidirectional: whether both directions run.
     batch_first: whether x and the sequences are [B, T, .].
     training: whether the forward pass saves the arrays that the backward pass needs.
     plain: whether nobody can ask for a gradient, so that the outputs need no gradient function.
@@ -160,7 +161,7 @@ class Problem(NamedTuple):
 
     @property
     def cores(self) -> int:
-        """The number of GPU cores, by which work is divided among threadgroups."""
+        """The number of GPU cores, on which the number of threadgroups of a launch depends."""
         return self.limits.cores or CORES
 
     def steps(self) -> range:

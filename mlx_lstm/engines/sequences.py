@@ -1,7 +1,8 @@
-"""Helpers for functions with TensorFlow's conventions: tanh(c) of a whole sequence, and separate gates joined in one
-array, both in the memory order of the engine. T: steps, B: batch items, G: gates, H: hidden units.
+"""Helpers for the functions with TensorFlow's interface, which return tanh(c) of all steps and take an array per gate.
+Both helpers use the memory order of the engine, so that no array is copied. T: steps, B: batch items, G: gates, H:
+hidden units.
 
-An array that has a value is no placeholder of mx.compile or mx.vmap, so NumPy can read it.
+NumPy can read only arrays that have values; placeholders of mx.compile and mx.vmap have none.
 """
 
 import mlx.core as mx
@@ -14,14 +15,14 @@ from .tracing import custom_function, have_values
 
 @custom_function
 def tanh_by_numpy(x: mx.array) -> mx.array:
-    """Return tanh of a float32 or float64 array that has a value, in the memory order of this array. The rules `vjp`
-    and `jvp` below this function give it a gradient and a forward-mode derivative."""
+    """Return tanh of a float32 or float64 array that has a value, computed by NumPy in the memory order of this array.
+    MLX takes the gradient and the forward-mode derivative from the rules `vjp` and `jvp` below."""
     mx.eval(x)
     y = view(x)
     # The axes in the order of memory, the one with the largest stride first: NumPy then reads and writes in this order.
     order = sorted(range(y.ndim), key=lambda axis: -y.strides[axis])
     y = y.transpose(order)
-    new = NewArray(y.dtype, y.shape)  # `memory` is a NumPy view of a new MLX array
+    new = NewArray(y.dtype, y.shape)  # a new MLX array; `new.memory` is a NumPy view of it
     with np.errstate(all="ignore"):  # underflow is not an error, as in engine `numpy`
         np.tanh(y, out=new.memory)
     return mx.transpose(new.to_mlx(), [order.index(axis) for axis in range(y.ndim)])
@@ -39,7 +40,7 @@ def tanh(c: mx.array) -> mx.array:
 
 
 def joined(blocks: list[mx.array]) -> mx.array:
-    """Return the gates [T, B, G H] in one array. blocks: one array [T, B, H] per gate."""
+    """Join the gates, one array [T, B, H] each, into one array [T, B, G H]."""
     if choice.current_device() != "cpu":
         return mx.concatenate(blocks, axis=-1)
     # The engine `numpy` reads gates in the memory order [T, G H, B]. So the blocks are joined in this order, and the

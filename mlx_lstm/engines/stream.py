@@ -1,9 +1,8 @@
-"""Run steps that arrive one at a time on an engine that computes with MLX: `fused`, `stepwise` or `ops`. The states
-stay here between two calls.
+"""Run a stack of layers on steps that arrive one at a time, on an engine that computes with MLX: `fused`, `stepwise` or
+`ops`. The class `MLXStream` stores the states between two calls.
 
-Arrays are in dicts by the names that `problem` lists: parameters such as Wx and Wh, the states h0 and c0 before a step,
-the states hT and cT after it. B: batch items, I: input features, H: hidden units, P: the width of h, D = 1 direction.
-`for_engine` casts arrays to the dtypes that an engine reads.
+Arrays are in dicts by name: parameters such as Wx and Wh, the states h0 and c0 before a step, the states hT and cT
+after it. B: batch items, I: input features, H: hidden units, P: the width of h.
 """
 
 from math import prod
@@ -22,13 +21,16 @@ from .packing import Packing
 from .problem import Arrays, Problem
 
 CARRIED = {"h0": "hT", "c0": "cT"}
-"""For each state before a step, the name of the previous step's output that holds it."""
+"""{name of a state before a step: name of the output of the previous step that becomes this state}."""
 
 
 class Launch(NamedTuple):
     """What a layer needs at every step: the module of its engine, the description of one step (sizes and options), and
-    its parameters as the engine reads them. norm: if the input's product is normalised, the cell, the parameters and
-    the packing from which `normalised_input` computes what the engine reads as x."""
+    its parameters as the engine reads them.
+
+    norm: None, or what `normalised_input` needs if the layer normalises x Wx^T: the cell, the layer's parameters and
+    the format of its quantized weights. The engine then reads the normalised product as x.
+    """
 
     module: Any
     problem: Problem
@@ -37,11 +39,11 @@ class Launch(NamedTuple):
 
 
 def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
-    """Return what a layer needs at every step. arrays: the parameters, and an array "x", of which only shape and dtype
-    are read.
+    """Return what a layer needs at every step. arrays: the parameters, and an array "x", of which only the shape and
+    the dtype are read.
 
-    Everything that depends on the parameters alone is computed here: `ops` gets dequantized weights, and `fused` the
-    recurrent weights in the order in which its threads read them.
+    Everything that depends on the parameters alone is computed here, once: dequantized weights for `ops`, and for
+    `fused` the recurrent weights in the order in which its threads read them.
     """
     arrays = for_engine(engine, arrays)
     if engine == "ops":
@@ -61,7 +63,7 @@ class MLXStream:
     """
 
     def __init__(self, launches: list[tuple[Launch, Launch]], batch: tuple[int, ...], device: mx.Device):
-        """Prepare the layers; all states are zero. launches: for each layer, what `launch_of` prepared for a step
+        """Prepare the layers; all states are zero. launches: for each layer a pair of results of `launch_of`, for steps
         without and with the option `keep` (a factor on the states). batch: the sizes of the batch axes; B is their
         product. device: where the steps run."""
         self.launches, self.batch, self.device = launches, batch, device
@@ -83,8 +85,9 @@ class MLXStream:
             if inputs is not None:
                 more["inputs"] = to_mlx(inputs[None], dtype)
             for n, pair in enumerate(self.launches):
-                module, problem, arrays, norm = pair[keep is not None]  # the second one is for a step with `keep`
-                # A layer that normalises its input's product gets it computed, without Wx (see `Launch.norm`).
+                module, problem, arrays, norm = pair[keep is not None]  # pair: for a step without and with `keep`
+                # If the layer normalises x Wx^T, its engine gets the normalised product as x, and no Wx (see
+                # `Launch.norm`).
                 if norm is not None:
                     cell, given, packing = norm  # given: the layer's parameters, Wx among them
                     given = given | {"x": row.astype(given["Wh"].dtype)}
@@ -92,7 +95,8 @@ class MLXStream:
                     row = row.astype(arrays["x"].dtype)
                 outputs = module.forward(problem, {**arrays, **more, "x": row, **self.carried[n]})
                 row = outputs["h"]
-                self.carried[n] = {start: outputs[end] for start, end in CARRIED.items() if end in outputs}  # h0: hT
+                # The last states of this step, such as hT, become the first states of the next step, such as h0.
+                self.carried[n] = {start: outputs[end] for start, end in CARRIED.items() if end in outputs}
             return row.astype(self.launches[0][0].problem.dtype).reshape(*self.batch, -1)
 
     def states(self) -> dict[str, list[mx.array]]:
@@ -110,10 +114,10 @@ class MLXStream:
 
 
 def to_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """Convert an array of NumPy to an MLX array of floats. MLX takes no reversed view, no other byte order and no long
-    double; NumPy converts them first, as on the engine `numpy`."""
-    with np.errstate(all="ignore"):
-        # np.array copies; np.ascontiguousarray would return a reversed view of a single number as it is.
+    """Convert a NumPy array to an MLX array of floats. NumPy first makes a contiguous float32 or float64 array, because
+    MLX accepts no reversed view, no foreign byte order and no long double."""
+    with np.errstate(all="ignore"):  # a large float64 becomes infinite without a warning
+        # np.ascontiguousarray would not copy a reversed view of a single number.
         return mx.array(np.array(array, np.float64 if dtype == mx.float64 else np.float32, order="C"), dtype)
 
 

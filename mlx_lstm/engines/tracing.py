@@ -1,12 +1,13 @@
-"""Find out whether MLX is transforming a function, and evaluate arrays during a transformation.
+"""Find out whether MLX is transforming a function, and evaluate arrays during a transformation without losing their
+graphs.
 
-MLX's transformations (grad, vjp, jvp, vmap, checkpoint, compile, export) run a function on tracers: arrays with a mark,
+MLX's transformations (grad, vjp, jvp, vmap, checkpoint, compile, export) run a function on tracers: marked arrays,
 whose graph MLX reads afterwards. Tracers of grad, vjp and jvp have values. Tracers of vmap, compile and an export are
 placeholders without values.
 
 A custom function is a function with rules of its own for derivatives: MLX calls its vjp rule with (primals, cotangents,
-outputs) to get a gradient. Primals are the arguments, cotangents the gradients of the outputs. The functions below use
-vjp rules also for their side effects: MLX calls a rule at a certain time, and only if it needs that gradient.
+outputs) to get a gradient. Primals are the arguments, cotangents the gradients of the outputs. Some functions below use
+a vjp rule only to learn something: that MLX called it, so that it needs a gradient, and when.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,31 +18,40 @@ from typing import Any
 import mlx.core as mx
 
 custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
-"""`mx.custom_function` with a type. MLX's type stubs do not say that the result returns what the function returns."""
+"""`mx.custom_function` with a declared type, because MLX's type stubs do not tell the type of its result."""
 
 
 def vjp(
     function: Callable[..., Sequence[mx.array]], primals: Sequence[mx.array], cotangents: Sequence[mx.array]
 ) -> tuple[list[mx.array], list[mx.array]]:
-    """Return what `mx.vjp` returns, (outputs, gradients), also for outputs that `mx.vjp` gets wrong (see
-    `distinct`). All gradients that this package derives by MLX come from here."""
+    """Return (outputs, gradients) of a function like `mx.vjp`, but correctly also for outputs that share an array,
+    where `mx.vjp` is wrong (see `distinct`). The package calls this function wherever MLX derives a gradient."""
     return mx.vjp(lambda *values: distinct(function(*values)), list(primals), list(cotangents))
 
 
 def distinct(outputs: Sequence[mx.array]) -> list[mx.array]:
-    """Return the outputs of a function in arrays of their own, each the result of one more operation.
+    """Return the outputs of a function, each multiplied by 1, so that no two of them are the same array.
 
-    `mx.vjp` needs such outputs, for two reasons. If one array is two outputs, or two views that MLX makes without an
-    operation, it reads the cotangent of the first one only. If an output is the result of mx.stop_gradient, it gives
-    the cotangent of this output to the next one. A product with 1 is exact, and MLX can export it. Integers and bools
-    stay as they are, because they have no cotangent.
+    `mx.vjp` is wrong otherwise, in two cases. If two outputs are the same array, or views of it that MLX makes without
+    an operation, `mx.vjp` reads only the cotangent of the first one. If an output is the result of mx.stop_gradient,
+    `mx.vjp` passes the cotangent of this output to the next one. A product with 1 is exact, and MLX can export it.
+    Integers and bools stay as they are, because they have no cotangent.
     """
     return [output * 1 if mx.issubdtype(output.dtype, mx.inexact) else output for output in outputs]
 
 
+def split_apart(array: mx.array, parts: int | list[int], axis: int = 0) -> list[mx.array]:
+    """Return what `mx.split` returns, also if a compiled function splits the same array several times.
+
+    MLX 0.32.4 cannot compile two equal splits of an array that an elementwise operation computed: it raises the
+    IndexError "_Map_base::at". Here they split a view of the array, which no elementwise operation computed.
+    """
+    return [part.squeeze(0) for part in mx.split(array[None], parts, axis + 1)]
+
+
 class Leaving(Exception):
-    """Exception that `stale_placeholder` raises inside mx.vmap. It ends mx.vmap before MLX can remove the mark that
-    makes an array a tracer. With such an array `is_transforming` finds out whether MLX is transforming a function."""
+    """Exception that `stale_placeholder` raises inside mx.vmap, to end it before MLX removes the tracer mark of its
+    placeholder."""
 
 
 def stale_placeholder() -> mx.array:
@@ -70,12 +80,13 @@ ZERO = mx.array(0.0)
 
 
 class Probe(local):
-    """A compiled function for each thread, and the number of times that Python has run it: by this number
-    `is_transforming` finds out whether an array is a tracer.
+    """A compiled function of each thread, and how often Python has run it. If calling it with an array makes Python run
+    it again, this array is a tracer (see `is_transforming`).
 
-    A compiled function leaves Python objects in a cache of the thread that called it. MLX frees that cache when the
-    thread has ended, and the process aborts if Python is shutting down at that moment. As an attribute of a `local`,
-    the function is freed while its thread still runs Python, and its objects in the cache are freed with it.
+    A compiled function leaves Python objects in a cache of the thread that called it. MLX frees this cache when the
+    thread has ended, and the process aborts if Python is shutting down at that moment. As an attribute of a
+    `threading.local` the function is freed while its thread still runs Python, and its objects in the cache are freed
+    with it.
     """
 
     def __init__(self) -> None:
@@ -84,14 +95,14 @@ class Probe(local):
 
 
 def count_run(array: mx.array) -> list[mx.array]:
-    """Count one run of this function in Python. MLX compiles it; `is_transforming` says when MLX runs it again, which
-    depends on the array. It returns nothing, so MLX computes nothing."""
+    """Count one run of this function in Python. MLX compiles it, and runs it again only for some arrays (see
+    `is_transforming`). It returns no arrays, so MLX computes nothing."""
     probe.runs += 1
     return []
 
 
 probe = Probe()
-"""The compiled function of the current thread: the class is a `threading.local`, so each thread sees another one."""
+"""The compiled function and its count. `Probe` is a `threading.local`, so each thread has its own."""
 
 
 def runs_python(array: mx.array) -> bool:
@@ -106,17 +117,18 @@ def runs_python(array: mx.array) -> bool:
 def is_transforming() -> bool:
     """Return whether MLX is transforming a function in this thread.
 
-    MLX has no function for this question. But if an argument of a compiled function is a tracer, MLX calls the Python
-    function at every call; otherwise only once, to compile it. So the test calls a compiled function with a
-    placeholder that is a tracer during transformations only, and looks whether Python ran. Outside of transformations
-    this takes a microsecond. Calling mx.eval instead would take longer, because it wakes another thread.
+    MLX has no function that answers this question. But MLX runs the Python code of a compiled function only once, to
+    compile it, except if an argument is a tracer: then it runs the code at every call. So this function calls a
+    compiled function with `PLACEHOLDER`, which is a tracer only during transformations, and looks whether Python ran.
+    Outside of transformations this takes a microsecond. Calling mx.eval would take longer, because it wakes another
+    thread.
     """
     # The first call of a thread or a stream compiles the function, so Python runs once. It runs at the second call,
     # too, only if MLX is transforming or if mx.disable_compile() is in effect.
     if not (runs_python(PLACEHOLDER) and runs_python(PLACEHOLDER)):
         return False
-    # Now ask the same with an array that is never marked as a tracer. If Python does not run at both calls, compilation
-    # is enabled, so the reason above was a transformation.
+    # Python ran at both calls. Do the same with an array that is never marked as a tracer. If Python does not run at
+    # both of these calls, compilation is enabled, so the reason was a transformation.
     if not (runs_python(ZERO) and runs_python(ZERO)):
         return True
     # Two cases are left: mx.disable_compile() is in effect, or MLX is calling a vjp rule, where it treats every array
@@ -156,13 +168,13 @@ def with_graphs_kept(function: Callable[[], Any]) -> Any:
     them, which an outer derivative needs.
 
     MLX keeps the graph of an evaluated array only if the array has the tracer mark. When an inner transformation ends,
-    MLX removes this mark also from tracers of an outer transformation. If `function` then evaluates such a tracer, its
-    graph is lost, and the outer derivative silently becomes wrong. While MLX calls a vjp rule, it keeps all graphs. So
-    `function` is called in the vjp rule of an identity function, which is there only for this purpose.
+    MLX removes this mark also from tracers of an outer transformation. If such a tracer is then evaluated, its graph is
+    lost, and the outer derivative silently becomes wrong. But while MLX calls a vjp rule, it keeps all graphs. So this
+    function makes an identity function with a vjp rule that calls `function`, and asks MLX for its gradient.
     """
     results = []
 
-    # MLX passes three arguments to a vjp rule; only the cotangent is needed here.
+    # The vjp rule of the identity function. It calls `function`, and returns the cotangent as the gradient.
     def rule(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         results.append(function())
         return cotangent
@@ -174,15 +186,16 @@ def with_graphs_kept(function: Callable[[], Any]) -> Any:
 
 
 def marks_come_first() -> bool:
-    """Return whether a vjp rule can find out which gradients MLX asks for. MLX does not document this, so the function
-    tests it.
+    """Return whether this version of MLX calls vjp rules in an order by which a rule can learn which gradients MLX asks
+    for. MLX does not document the order, so it is tested here.
 
     The test has three custom functions: `product`, of x and w; a scalar `mark`, which depends on x; and a `tap`, which
     takes both results. MLX must call their vjp rules in the order tap, mark, product, so that the rule of `product`
     knows whether the rule of `mark` was called. If MLX asks only for the gradient of w, it must not call the rule of
     `mark`.
     """
-    called: list[str] = []  # the names of the rules that MLX called, in this order; "function" stands for `product`
+    # called: the names of the rules in the order in which MLX called them; "function" is the name for `product`.
+    called: list[str] = []
 
     def noting(name: str, function: Callable[..., Any], gradient: Callable[..., Any]) -> Callable[..., Any]:
         noted = custom_function(function)

@@ -86,23 +86,25 @@ PREDICTED = Table("predicted", {})
 """The table without measurements. Where it is used, `predicted.predict` says which engine is faster."""
 
 CORES_OF_KINDS = {"Pro": 18, "Max": 38, "Ultra": 76}
-"""GPU cores of a chip by the last word of its name. The real numbers differ by up to a quarter between generations."""
+"""{last word of a chip's name: typical number of GPU cores}. The real numbers differ by up to a quarter between
+generations of chips."""
 
 CORES_OF_LETTERS = {"p": 5, "s": 38, "d": 76}
-"""GPU cores by the last letter of the architecture's name: `p` a phone, `s` a Max, `d` an Ultra."""
+"""{last letter of the name of the GPU's architecture: typical number of GPU cores}. `p`: a phone, `s`: a Max, `d`: an
+Ultra."""
 
 
 @cache
 def gpu_cores() -> int:
-    """Return the number of GPU cores of this machine: as the system counts them, else as the name of the chip or of
-    the GPU's architecture suggests, else 10."""
+    """Return the number of GPU cores of this machine. It is what the system reports or, if it reports nothing, the
+    typical number for the name of the chip or of the GPU's architecture or, if both names are unknown, 10."""
     return counted_gpu_cores() or suggested_cores(machine())
 
 
 @cache
 def on_this_gpu(limits: Limits) -> Limits:
-    """Return these limits (sizes above which an engine launches different kernels). If their number of GPU cores is 0,
-    it is replaced by the number of this machine."""
+    """Return the limits (sizes above which an engine launches different kernels) with the number of GPU cores of this
+    machine, unless they contain a number of cores already."""
     return limits if limits.cores else limits._replace(cores=gpu_cores())
 
 
@@ -116,8 +118,8 @@ def suggested_cores(about: Mapping[str, str]) -> int:
 
 
 def cache_file() -> Path:
-    """Return the default path of the file with a measured table. A user without a home folder has no such file: the
-    path then lies under a device, where no file can be."""
+    """Return the default path of the file with a measured table. If the user has no home folder, the path is below the
+    null device, where no file can be read or written."""
     home = os.path.expanduser("~")
     caches = Path(
         home if os.path.isabs(home) else os.devnull, "Library/Caches" if sys.platform == "darwin" else ".cache"
@@ -162,7 +164,7 @@ def load(file: Path) -> Table:
         }
         discarded = frozenset(failures(content["measured"]))
         cuts = {(str(dtype), int(least)): checked_cut(*cut) for dtype, least, *cut in content.get("cuts", [])}
-        # What differs between this machine and the one that measured the table, such as "mlx" (its version).
+        # differing: what differs between this machine and the one that measured the table, such as "mlx" (its version).
         differing = [name for name, value in machine().items() if content["machine"].get(name) != value]
     except (FileNotFoundError, NotADirectoryError):
         return PREDICTED
@@ -175,8 +177,8 @@ def load(file: Path) -> Table:
 
 
 def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
-    """Yield (dtype, B, engine) for every measurement that was discarded. For a discarded one `--tune` has written a
-    reason instead of milliseconds."""
+    """Yield (dtype, B, engine) for every measurement that failed. measured: the measurements in the file; for one that
+    failed `bench --tune` has written a reason instead of milliseconds."""
     for point in measured:  # one dtype, B and H, and for each engine its milliseconds or a reason
         words = (name for name in ("fused", "stepwise") if isinstance(point[name], str))
         yield from ((str(point["dtype"]), int(point["B"]), name) for name in words)
@@ -194,7 +196,8 @@ def checked_row(row: Any) -> Row:
 
 
 def checked_cut(rows: Any, spare: Any) -> Cut:
-    """Return a cut (how `fused` divides its work) that comes from a file. Raise an error if its form is wrong."""
+    """Return a cut (how `fused` divides its work) that comes from a file. rows: the batch items of a threadgroup.
+    spare: how many registers of a thread must stay free of weights. Raise an error if a number is wrong."""
     if rows not in (1, 2, 4, 8) or type(spare) is not int or spare < 0:
         raise ValueError(f"a cut is rows 1, 2, 4 or 8 and registers to spare but got {rows}, {spare}")
     return Cut(rows, spare)
@@ -215,8 +218,8 @@ def current() -> Table:
 
 
 def cut(dtype: mx.Dtype, B: int) -> Cut | None:
-    """Return how `fused` divides its work in this process for this dtype and a batch of B items, or None if it uses its
-    own rules."""
+    """Return how `fused` divides its work in this process for this dtype and a batch of B items: the cut of the
+    innermost context `trying`, else the measured cut, or None if `fused` uses its own rules."""
     return _tried[-1] if _tried else current().cut(dtype, B)
 
 

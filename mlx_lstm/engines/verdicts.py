@@ -1,9 +1,10 @@
-"""The verdicts on kernels. A verdict is the result of a test run of kernels on this machine, before their first use: a
-text that says why the kernels are refused, or "" if they are correct.
+"""Store the results of the trial runs of kernels, the verdicts. Before kernels are used for the first time on a
+machine, a trial run compares their results with float64. Its verdict is a text that says why the kernels are refused,
+or "" if they are correct.
 
-All processes share the file `verdicts.json`, next to the table that says which engine is faster (`tuning`). It holds
-the verdicts for a few environments: {environment: {name of a test run: verdict}}. An environment is a chip and a system
-with its versions of macOS, MLX and the kernels' source. The name of a test run (`trial`) says which kernels it ran.
+All processes of a user share the file `verdicts.json` in the cache folder. It holds {environment: {name of a trial:
+verdict}}. An environment is a chip with its versions of macOS, MLX and the kernels' source. The name of a trial says
+which kernels it ran.
 """
 
 import json
@@ -18,89 +19,91 @@ from ..ground.files import read_json, write_whole
 from . import tuning
 
 MACHINES = 8
-"""How many environments the file keeps. Another version of MLX, or another version of the kernels, is a different
-environment."""
+"""How many environments the file keeps. A new version of MLX or of the kernels makes a new environment."""
 
 PROCESSES = 3
-"""A fault that may not come again refuses kernels in its own process only. After such faults in this number of
-processes the kernels are refused for a week."""
+"""A fault that may be accidental refuses kernels only in the process in which it occurred. If it has occurred in this
+number of processes, all processes refuse the kernels for a week."""
 
 DAY, WEEK = 86_400.0, 604_800.0
-"""In seconds."""
+"""A day and a week in seconds."""
 
 Keeping = Literal["always", "day", "process"]
-"""How long a verdict counts: always, for a day, or in this process. After PROCESSES processes have given a verdict of
-the last kind, it counts for a week."""
+"""How long a verdict counts: always, for a day, or only in the process that gave it. If PROCESSES processes have given
+a verdict of the last kind, it counts for a week in all processes."""
 
 
-class Kept(NamedTuple):
-    """A stored verdict. reason: why the kernels are refused, or "" if they are correct. until: the time, in seconds
-    since 1970, until which other processes obey it; None for always. processes: how many processes have given it."""
+class Verdict(NamedTuple):
+    """A verdict with its duration. reason: why the kernels are refused, or "" if they are correct. until: the time in
+    seconds since 1970 until which other processes obey the verdict; None for always. processes: how many processes have
+    given it."""
 
     reason: str
     until: float | None = None
     processes: int = 1
 
     def counts(self) -> bool:
-        """Return whether a process that starts now obeys this verdict. A time that is farther away than a week was
-        written with another clock."""
+        """Return whether a process that starts now obeys this verdict. It does not if the time `until` is over, or is
+        more than a week away: then the clock was wrong when the verdict was stored."""
         return self.until is None or 0.0 < self.until - time.time() <= WEEK
 
 
-_known: dict[str, Kept] = {}
-"""The verdicts that this process has read or stored, by the name of the test run."""
+_known: dict[str, Verdict] = {}
+"""The verdicts that this process has read or stored, by the name of the trial."""
 
 _broken: set[Path] = set()
 """The broken files for which this process has warned already."""
 
 
 def file() -> Path:
-    """Return the path of the JSON file with the verdicts: the results of test runs of kernels on this machine."""
+    """Return the path of the JSON file with the verdicts: the results of trial runs of kernels on this machine."""
     return tuning.cache_file().with_name("verdicts.json")
 
 
 def find(trial: str) -> str | None:
-    """Return the recorded verdict on the kernels of one test run: the reason why they are refused, `""` if they are
-    correct, or None if they were not tested or the verdict counts no more."""
+    """Return the stored verdict of a trial of kernels: the reason why the kernels are refused, or `""` if they are
+    correct. Return None if they were not tried, or if the verdict counts no longer."""
     if trial not in _known:
-        stored = read().get(names(), {})  # names(): the environment as text
-        _known.update({name: kept for name, kept in stored.items() if name not in _known and kept.counts()})
+        stored = read().get(environment(), {})  # environment(): this environment as text
+        _known.update({name: verdict for name, verdict in stored.items() if name not in _known and verdict.counts()})
     return _known[trial].reason if trial in _known else None
 
 
 def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
-    """Store the verdict of one test run of kernels: the reason why they are refused, or "" if they are correct. It is
-    stored for this process and, if `verdicts.json` can be written, for other processes. keeping: for how long:
-    "always", for a "day", or in this "process" only, because the fault may not come again. If PROCESSES processes give
-    such a verdict, it comes again, and the verdict counts for a week."""
+    """Store the verdict of a trial of kernels for this process and, if `verdicts.json` can be written, for other
+    processes. trial: the name of the trial. reason: why the kernels are refused, or "" if they are correct. keeping:
+    how long other processes obey the verdict: "always", for a "day", or not at all ("process"), because the fault may
+    be accidental. If PROCESSES processes give such a verdict, they obey it for a week."""
     content = read()
-    # This environment is removed and added again as the last one, so that the oldest one falls out of the file.
-    mine = content.pop(names(), {})
-    kept = Kept(reason)
+    # Remove this environment from the dict and add it again below, as the last one: the file drops the first ones.
+    mine = content.pop(environment(), {})
+    verdict = Verdict(reason)
     if keeping != "always":
-        # count: the processes that have given a verdict on this trial. seconds: how long it counts; 0: only here.
+        # count: how many processes have given a verdict on this trial. seconds: how long it counts; 0: only in this
+        # process.
         count = mine[trial].processes + 1 if trial in mine else 1
         seconds = DAY if keeping == "day" else WEEK if count >= PROCESSES else 0.0
-        kept = Kept(reason, time.time() + seconds if seconds else 0.0, count)
-    _known[trial] = kept
-    content = dict([*content.items(), (names(), mine | {trial: kept})][-MACHINES:])  # the newest ones
+        verdict = Verdict(reason, time.time() + seconds if seconds else 0.0, count)
+    _known[trial] = verdict
+    content = dict([*content.items(), (environment(), mine | {trial: verdict})][-MACHINES:])  # the last MACHINES ones
     texts = {name: {key: written(one) for key, one in own.items()} for name, own in content.items()}
     with suppress(OSError):
         file().parent.mkdir(parents=True, exist_ok=True)
-        # force: replace the file.
+        # force=True: replace an older file.
         write_whole(file(), lambda partial: partial.write_text(json.dumps(texts, indent=1) + "\n"), force=True)
 
 
 def keeping_of(reason: str) -> str:
-    """Return how long `verdicts.json` keeps the latest verdict with this reason, in words for a warning: "always", "for
-    a week", "for a day", or "" if only this process obeys it. A caller that warns knows the reason, but no trial."""
+    """Return for how long other processes obey the latest verdict with this reason, in words for a warning: "always",
+    "for a week", "for a day", or "" if only this process obeys it. The verdict is found by its reason, because a caller
+    that warns does not know the name of the trial."""
     known = list(_known.values())  # a copy: another thread may add a verdict
-    kept = next((one for one in reversed(known) if one.reason == reason), None)
-    if kept is None or kept.until == 0.0:  # 1970: no other process obeys such a verdict
+    verdict = next((one for one in reversed(known) if one.reason == reason), None)
+    if verdict is None or verdict.until == 0.0:  # 0.0 is in the year 1970, so no other process obeys this verdict
         return ""
-    if kept.until is None:
+    if verdict.until is None:
         return "always"
-    return "for a day" if kept.until - time.time() <= DAY else "for a week"
+    return "for a day" if verdict.until - time.time() <= DAY else "for a week"
 
 
 def forget() -> None:
@@ -110,18 +113,19 @@ def forget() -> None:
     _broken.clear()
 
 
-def names() -> str:
-    """Return the name of this environment, made of the names and values of its chip, system, versions and kernels."""
+def environment() -> str:
+    """Return this environment as text, such as "chip Apple M4, ..., system macOS 26.0, mlx 0.32.4, ...": everything on
+    which a verdict depends."""
     return ", ".join(f"{name} {value}" for name, value in tuning.machine().items())
 
 
-def read() -> dict[str, dict[str, Kept]]:
-    """Return the content of `verdicts.json`: for each environment (system and versions) a dict from a test run's name
+def read() -> dict[str, dict[str, Verdict]]:
+    """Return the content of `verdicts.json`: for each environment (system and versions) a dict from a trial's name
     to its verdict. Return an empty dict if the file is missing or broken; if it is broken, also warn."""
     path = file()
     try:
         content = read_json(path)
-        return {name: {trial: kept_of(one) for trial, one in own.items()} for name, own in content.items()}
+        return {name: {trial: verdict_of(one) for trial, one in own.items()} for name, own in content.items()}
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -132,17 +136,22 @@ def read() -> dict[str, dict[str, Kept]]:
         return {}
 
 
-def written(kept: Kept) -> str | dict[str, Any]:
-    """Return a verdict as `verdicts.json` has it: a text if it counts always, else a dict of all fields."""
-    return kept.reason if kept.until is None else kept._asdict()
+def written(verdict: Verdict) -> str | dict[str, Any]:
+    """Return a verdict in the form in which `verdicts.json` stores it: a text, the reason, if it counts always; else a
+    dict of all fields."""
+    return verdict.reason if verdict.until is None else verdict._asdict()
 
 
-def kept_of(value: Any) -> Kept:
-    """Return the verdict from which `written` made this value. Raise an error that `read` expects if it is no such
-    value. A verdict that counts always is a text, so a dict has a time `until`."""
+def verdict_of(value: Any) -> Verdict:
+    """Return the verdict that `verdicts.json` holds as this value: a text if the verdict counts always, else a dict of
+    all fields (see `written`). Raise an error if the value is no verdict; `read` then ignores the file."""
     if isinstance(value, str):
-        return Kept(value)
-    kept = Kept(**value)
-    if not (isinstance(kept.reason, str) and isinstance(kept.until, int | float) and isinstance(kept.processes, int)):
+        return Verdict(value)
+    verdict = Verdict(**value)
+    if not (
+        isinstance(verdict.reason, str)
+        and isinstance(verdict.until, int | float)
+        and isinstance(verdict.processes, int)
+    ):
         raise ValueError("a verdict is a text, or has a reason, a time and a number of processes")
-    return kept._replace(until=float(kept.until))  # OverflowError: an integer that no clock gives
+    return verdict._replace(until=float(verdict.until))  # raises an OverflowError if the integer is too large

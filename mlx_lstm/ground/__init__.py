@@ -1,1 +1,1 @@
-"""Helpers that every floor may import: checks of arguments, files, child processes, the machine."""
+"""Helpers that every module of the package may import: checks of arguments, files, child processes, the machine."""

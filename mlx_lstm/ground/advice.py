@@ -1,9 +1,8 @@
-"""Advice in the error texts of layers: what to write in place of a name that other frameworks have.
+"""Put advice into the error texts of layers: if a user writes a name of another framework, such as `device=` or
+`.to()`, the error says what to write here.
 
 `Advised` is the base class of the layers. `advised` decorates their constructors and their `__call__`. op: a layer's
-name in error texts, such as "nn.LSTM" or "torch.GRU". The tables map a name of another framework to the advice, which
-an error text contains: OF_CONSTRUCTORS (options of a constructor), OF_CALLS (arguments of a call), STATES (names of the
-first states), ATTRIBUTES (methods of a layer).
+name in error texts, such as "nn.LSTM" or "torch.GRU". The tables below map names of other frameworks to advice.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ SIZES: dict[str, str] = dict.fromkeys(
     ("units", "num_units", "hidden_dim", "hidden_dims", "n_hidden"), "it is called hidden_size here"
 )
 SIZES |= dict.fromkeys(("input_dims", "input_dim", "n_input"), "it is called input_size here")
-"""Names of the two sizes of a layer in other frameworks, and ours."""
+"""{name of a layer's size in another framework: advice with our name}."""
 
 OF_CONSTRUCTORS: dict[str, str] = SIZES | {
     "device": "MLX uses a Mac's GPU by itself; mx.set_default_device(mx.cpu) selects the CPU",
@@ -36,7 +35,7 @@ OF_CONSTRUCTORS: dict[str, str] = SIZES | {
     "recurrent_dropout": "mlx_lstm.lstm, gru and rnn have mask=, a factor on h",
     "layer_norm": "mlx_lstm.nn.LSTM, GRU and RNN have it, and mlx_lstm.nn.stack runs several of them",
 }
-"""Options of constructors of other frameworks, and what to use here."""
+"""{option of a constructor in another framework: advice what to use here}."""
 
 OF_CALLS: dict[str, str] = {
     "mask": "lengths= takes the number of steps of each padded sequence, hold= the steps to skip",
@@ -46,7 +45,7 @@ OF_CALLS: dict[str, str] = {
 OF_CALLS |= dict.fromkeys(
     ("sequence_lengths", "seq_lengths", "seq_lens", "sequence_length"), "it is called lengths here"
 )
-"""Arguments of calls in other frameworks, and what to use here."""
+"""{argument of a call in another framework: advice what to use here}."""
 
 STATES = ("initial_state", "state", "states", "h0", "h_0", "c0", "c_0", "carry")
 """Names of the first states in other frameworks."""
@@ -74,12 +73,13 @@ ATTRIBUTES |= {
     "predict": "call the layer itself",
     "forward": "call the layer itself",
 }
-"""Methods of other frameworks' layers, and what to use here."""
+"""{method of a layer in another framework: advice what to use here}."""
 
 
 def missing(module: str, name: str, names: Iterable[str]) -> AttributeError:
-    """Return the error for a name that a module does not have. names: the names that it has. If another framework
-    spells one of them so, such as BlockLSTM for block_lstm, the text has our spelling."""
+    """Return the AttributeError for a name that a module does not have. names: the names that the module has. If
+    another framework spells one of them in this way, such as BlockLSTM for block_lstm, the error text gives our
+    spelling."""
     ours = {one.replace("_", ""): one for one in names}.get(name.lower())
     text = (
         f"{module} has no {name}: it is called {ours} here" if ours else f"module {module!r} has no attribute {name!r}"
@@ -88,11 +88,13 @@ def missing(module: str, name: str, names: Iterable[str]) -> AttributeError:
 
 
 class Advised(nn.Module):
-    """Base class of layers. A method that only other frameworks have raises an AttributeError that names ours."""
+    """Base class of layers. If a user calls a method that only other frameworks have, such as `.to()`, the
+    AttributeError says what to use here."""
 
-    op: str  # the layer's name in errors
+    op: str  # the layer's name in error texts
 
-    # Both methods only tell type checkers that they return a layer of this class; mlx.nn declares an nn.Module.
+    # `train` and `eval` are defined only for type checkers: they return a layer of this class, mlx.nn declares
+    # nn.Module.
     def train(self: Self, mode: bool = True) -> Self:
         """Set training mode, or with `False` evaluation mode; return the layer."""
         super().train(mode)
@@ -109,9 +111,9 @@ class Advised(nn.Module):
 
 
 def advised(function: Function) -> Function:
-    """Return a constructor or `__call__` of a layer that refuses keywords of other frameworks with advice. Python
-    itself refuses other unknown keywords. function: the constructor or `__call__` without this check."""
-    # known: the names of its parameters, which are the first variables of its code.
+    """Decorate the constructor or `__call__` of a layer, so that it refuses keywords of other frameworks with an error
+    that contains advice. Python itself refuses other unknown keywords."""
+    # known: the names of the function's parameters, which are the first names in `co_varnames`.
     code = function.__code__
     known = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     is_call = function.__name__ == "__call__"
@@ -131,13 +133,13 @@ def refuse(op: str, name: str, value: object, is_call: bool) -> None:
     caller passed. is_call: whether `name` is an argument of a call, not of the constructor."""
     # kind: "nn" or "torch", whose layers have different names and options. layer: the class, such as "LSTM".
     kind, _, layer = op.partition(".")
-    # advice: {name of an option of another framework: what to write instead}. It begins with the options of all layers;
-    # those that only some layers lack are added.
+    # advice: {name of an option of another framework: what to write instead}. It begins with the options that no layer
+    # has. The code below adds options that some of our layers have, but not this one.
     advice: dict[str, str] = OF_CALLS if is_call else OF_CONSTRUCTORS
     if is_call:
         states = "the first states are called hx here" if kind == "torch" else "the first state is called hidden here"
         states += ", and that of c cell" if op.endswith("nn.LSTM") else ""
-        own = ("hidden", "cell") if kind == "torch" else ("hx",)  # the names that the other kind of our layers uses
+        own = ("hidden", "cell") if kind == "torch" else ("hx",)  # the names in our layers of the other kind
         advice = dict.fromkeys((*STATES, *own), states) | advice
     elif kind == "nn":
         names = ("norm", "layernorm", "use_layer_norm", "use_layernorm", "ln")
@@ -148,7 +150,7 @@ def refuse(op: str, name: str, value: object, is_call: bool) -> None:
     elif layer in ("GRU", "RNN"):
         advice = {"proj_size": "only the LSTM has it, as in PyTorch"} | advice
     if name in advice:
-        # The text shows short values only; of an array it names the class.
+        # shown: the value in the error text; of anything that may be long, such as an array, only the class.
         shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
         what = "argument of a call" if is_call else "option of this layer"
         fail(op, f"{name} is no {what}: {advice[name]},", f"{name}={shown}")

@@ -16,7 +16,8 @@ MOST_VALUES = 1_000_000
 in paths, and how many values its JSON has. The largest known models have less than a tenth of each."""
 
 SECONDS = 10
-"""The seconds of processor time that a child process may read a file; one second is added for each 10 MB."""
+"""How many seconds of processor time a child process may use to read a file. For each 10 MB of the file one second is
+added."""
 
 
 def shown(text: object, most: int = 80) -> str:
@@ -55,22 +56,25 @@ class Budget:
         self.seconds: float = SECONDS + stored / 10_000_000
 
     def check(self, size: int, what: str) -> None:
-        """Raise ValueError if `size` more bytes, for the part `what` of the file, would exceed the budget."""
+        """Raise ValueError if `size` more bytes would exceed the budget. what: the name of the part of the file that
+        needs them, for the error text."""
         if size > self.left:
             rule = f"{shown(what)} must not declare far more bytes than the file has"
             raise Refused(f"{rule} but got {size} and {self.stored}: save it uncompressed, if it is honest.")
 
     def take(self, size: int, what: str) -> None:
-        """Take `size` bytes from the budget, for the part `what` of the file."""
+        """Take `size` bytes from the budget. Raise ValueError if it has not so many left. what: the name of the part of
+        the file that needs them, for the error text."""
         self.check(size, what)
         self.left -= size
 
     def name(self, text: Any) -> str:
-        """Take one name from the budget and return it. Raise an error if it is no text that UTF-8 can encode (JSON may
-        contain half of a surrogate pair), or if it is too long or too deep."""
+        """Take one name from the budget and return it. Raise an error if the budget has no name left, or if the name is
+        no text, cannot be encoded as UTF-8 (JSON may contain half of a surrogate pair), is too long or has too many
+        levels."""
         if not isinstance(text, str):
             raise TypeError("a name is no text")
-        text.encode()  # raises a ValueError for half of a surrogate pair
+        text.encode()  # raises a ValueError if UTF-8 cannot encode it
         self.names -= 1
         if self.names < 0:
             raise Refused(f"it must have at most {MOST_NAMES} names but got more.")
@@ -81,21 +85,22 @@ class Budget:
         return text
 
     def values(self, count: int) -> None:
-        """Raise ValueError if the file has more than MOST_VALUES parts, each of which becomes an object."""
+        """Raise ValueError if the file has more than MOST_VALUES parts (count), each of which would become a Python
+        object."""
         if count > MOST_VALUES:
             raise Refused(f"it must have at most {MOST_VALUES} parts but got more.")
 
     def json(self, text: str | bytes) -> Any:
         """Return the parsed JSON. Raise ValueError if the text is not JSON, has too many values or levels, or has a
         key twice."""
-        # Each value but the first follows one of these characters, so they are counted before anything is allocated.
+        # Count the values before anything is allocated: each value but the first one follows one of these characters.
         marks = [text.count(mark) for mark in ",:[{"] if isinstance(text, str) else map(text.count, b",:[{")
         self.values(sum(marks))
         try:
             found = json.loads(text, object_pairs_hook=without_duplicates)
         except (RecursionError, ValueError) as error:
             raise Refused(f"it is truncated or damaged: its JSON: {shown(error)}") from None
-        # Count the levels: `level` has the values of one level, `inner` the dicts and lists among them.
+        # Count the levels of nesting. level: all values of one level. inner: the dicts and lists among them.
         level, depth = [found], 0
         while level:
             inner = [each.values() if isinstance(each, dict) else each for each in level if type(each) in (dict, list)]

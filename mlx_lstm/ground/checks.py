@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 NO_UNITS = ", as weights are drawn from +-1/sqrt(hidden_size),"
-"""A part of error texts: the reason why a layer must have at least one unit."""
+"""A part of error texts: the reason why a layer must have at least one unit (1/sqrt(0) is infinite)."""
 
 LARGEST_SIZE = 2**31 - 1
 """The largest size of an axis of an MLX array."""
@@ -29,24 +29,26 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
 """The dtypes that the arrays of a call may have."""
 
 ARRAYS = ((np.ndarray, np), (mx.array, mx))
-"""Pairs (class of arrays, its module)."""
+"""The two classes of arrays, each with its module."""
 
 
 class ArraySpec(NamedTuple):
-    """The shape and dtype of an array; the checks accept it in place of an array."""
+    """The shape and dtype of an array. The checks accept it in place of an array that does not exist yet."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
 
 
 def fail(op: str, rule: str, value: object) -> NoReturn:
-    """Raise a ValueError for a wrong argument, with a text in the form that all functions of this package use."""
+    """Raise a ValueError for a wrong argument. Its text has the form that all functions of this package use: "[op] rule
+    but got value."."""
     raise ValueError(f"[{op}] {rule} but got {value}.")
 
 
 @contextmanager
 def in_the_name_of(op: str, other: str) -> Iterator[None]:
-    """Let an error of the code inside name the function that the user called, `op`, instead of the function `other`."""
+    """Let an error text of the code inside the context begin with [op], the function that the user called, instead of
+    [other], a function that `op` calls."""
     try:
         yield
     except ValueError as error:
@@ -60,10 +62,10 @@ PACKAGE = str(Path(__file__).parents[1])
 """The folder of this package."""
 
 _said: set[str] = set()
-"""The texts of the warnings that were shown."""
+"""The texts of the warnings that this process has shown."""
 
 _lock = Lock()
-"""The lock of `_said`."""
+"""Protects `_said`."""
 
 
 _quiet = ContextVar("quiet", default=False)
@@ -72,7 +74,7 @@ _quiet = ContextVar("quiet", default=False)
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Let `warn_once` show nothing inside the context. A text that it left out can still be shown later."""
+    """Let `warn_once` show nothing inside the context. A warning that was not shown here can still be shown later."""
     before = _quiet.set(True)
     try:
         yield
@@ -81,8 +83,8 @@ def without_warnings() -> Iterator[None]:
 
 
 def warn_once(text: str) -> None:
-    """Show a warning once per process and text, at the innermost line of the call stack that is outside of this
-    package."""
+    """Show a warning, but each text only once per process. Python shows it with the line of the user's code that called
+    this package."""
     if _quiet.get():
         return
     with _lock:
@@ -90,30 +92,33 @@ def warn_once(text: str) -> None:
         _said.add(text)
     if known:
         return
-    # level: how many calls lie between `warnings.warn` and the frame: 2 is the caller of this function.
-    frame, level = sys._getframe(1), 2  # 1: the frame of the caller
+    # Go up the call stack to the first frame outside of this package. level: the `stacklevel` of this frame for
+    # `warnings.warn`; 2 is the caller of this function.
+    frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 
 
 def forget_warnings() -> None:
-    """Forget which warnings were shown, so that each is shown again."""
+    """Forget which warnings `warn_once` has shown, so that it shows them again."""
     _said.clear()
 
 
 Shape = Sequence[int | str] | None
-"""The shape that an array must have: sizes, or letters for any size; None for any shape."""
+"""The type of a shape that an array must have: a sequence of sizes, or of letters where any size is allowed; None for
+any shape."""
 
 
 def check_array(op: str, name: str, array: object, shape: Shape, dtype: mx.Dtype | None = None, why: str = "") -> None:
     """Raise ValueError unless `array` is an MLX array, or an `ArraySpec`, of this shape and dtype. shape: sizes, or
-    letters for any size; None for any shape. dtype: None for any float. why: the reason for the shape, in the error."""
+    letters where any size is allowed; None for any shape. dtype: None for any float dtype. why: the reason for the
+    shape, for the error text."""
     if not isinstance(array, (mx.array, ArraySpec)):
         fail(op, f"{name} must be an mlx.core.array{instead_of(array, name)}", type(array).__name__)
     sizes = array.shape
     shape = sizes if shape is None else shape
-    # pairs: where the shape differs from the sizes; a letter in the shape differs from every size, and is allowed.
+    # pairs: (required, actual) for each axis where they differ. A letter differs from every size, but is allowed.
     pairs = [pair for pair in zip(shape, sizes, strict=False) if pair[0] != pair[1]]
     if len(sizes) != len(shape) or not all([isinstance(want, str) for want, _ in pairs]):
         fail(op, f"{name} must have shape [{', '.join(map(str, shape))}]{why}", f"shape {list(sizes)}")
@@ -124,15 +129,15 @@ def check_array(op: str, name: str, array: object, shape: Shape, dtype: mx.Dtype
 
 
 def instead_of(value: object, name: str = "") -> str:
-    """Return advice for an error text: what to pass in place of a value that is not an MLX array. name: that of the
+    """Return advice for an error text: what to pass in place of a value that is not an MLX array. name: the name of the
     argument."""
-    if type(value).__name__ == "PackedSequence":  # torch's class, a subclass of tuple: tested before tuples
+    if type(value).__name__ == "PackedSequence":  # PyTorch's class is a subclass of tuple, so it is tested first
         return ": pad it and use lengths,"
     first = value[0] if isinstance(value, (list, tuple)) and value else None
     # mx.quantize returns a tuple, whose first array holds packed integers of 32 bits.
     if isinstance(first, mx.array) and first.dtype == mx.uint32:
         return ": of what mx.quantize returns make an mlx_lstm.Quantized(*..., group_size=..., bits=...),"
-    if isinstance(value, tuple) and name in ("x", "input"):  # as in nn.Sequential(LSTM, LSTM)
+    if isinstance(value, tuple) and name in ("x", "input"):  # an LSTM's result, as in nn.Sequential(LSTM, LSTM)
         return ": of what an LSTM returns pass h, or run all layers by mlx_lstm.nn.stack,"
     if isinstance(value, tuple):
         return ": pass the tuple's arrays one by one,"
@@ -164,9 +169,9 @@ def check_flag(op: str, name: str, value: object, why: str = "") -> None:
 def check_integer(
     op: str, name: str, value: object, *, least: int | None = None, most: int | None = LARGEST_SIZE, why: str = ""
 ) -> int:
-    """Check an integer of any type and return it as Python's int. Raise ValueError if it is no integer or below
-    `least`; `why`: the reason, for the error text. A number with a least value counts something, as a size does, so it
-    must not be above `most` either, if that is not None."""
+    """Check an integer of any type and return it as Python's int. Raise ValueError if it is no integer, is below
+    `least`, or is above `most`. least, most: None for no limit; without `least` there is no upper limit either. why:
+    the reason, for the error text."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
         fail(op, f"{name} must be an integer{'' if least is None else f' of at least {least}'}{why}", repr(value))
     if least is not None and most is not None and int(value) > most:
@@ -175,7 +180,8 @@ def check_integer(
 
 
 def check_every(op: str, every: Any) -> int | str | None:
-    """Check the option `checkpoint_every`: a number of steps, "auto" or None. Return it; a number becomes an int."""
+    """Check the option `checkpoint_every`, which must be a number of steps, "auto" or None. Return it; a number becomes
+    Python's int."""
     if every is None or (isinstance(every, str) and every == "auto"):
         return every
     if not isinstance(every, Integral) or isinstance(every, bool) or every < 1:
@@ -184,7 +190,8 @@ def check_every(op: str, every: Any) -> int | str | None:
 
 
 def chosen_options(layer: Any) -> str:
-    """Return the options `checkpoint_every` and `engine` of a layer as a part of its repr, if they are not None."""
+    """Return the part of a layer's repr that shows its options `checkpoint_every` and `engine`, without those that are
+    None."""
     values = {name: getattr(layer, name, None) for name in ("checkpoint_every", "engine")}
     return "".join(f", {name}={value!r}" for name, value in values.items() if value is not None)
 
@@ -197,14 +204,23 @@ def check_number(op: str, name: str, value: object) -> float:
     return number
 
 
+def check_probability(op: str, name: str, value: object) -> float:
+    """Check a number of any type in [0, 1] and return it as Python's float. Raise ValueError for anything else."""
+    number = check_number(op, name, value)
+    if not 0 <= number <= 1:
+        fail(op, f"{name} must lie in [0, 1]", value)
+    return number
+
+
 def check_limit(op: str, name: str, limit: object) -> float | None:
-    """Check the limit of a clip. Return it, or None if there is none: a limit of 0 or less means that too."""
+    """Check the limit of a clip, a number or None. Return it as Python's float, or None if there is no limit: None, 0
+    or a negative number."""
     number = 0.0 if limit is None else check_number(op, name, limit)
     return number if number > 0 else None
 
 
 def as_float(value: object) -> float | None:
-    """Convert a number of any type to Python's float, infinite if it is too large; return None if the value is no
+    """Return a number of any type as Python's float, infinite if it is too large. Return None if the value is no
     number."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
@@ -218,20 +234,21 @@ def check_lengths(
     op: str, lengths: Any, batch: int, longest: int, *, traced: bool, name: str = "lengths", shortest: int = 0
 ) -> mx.array:
     """Check that each length is in shortest..longest, and return `lengths` as int32 [batch]. batch: the number of
-    lengths. longest: the number of steps of the input. traced: whether the array is a placeholder of `mx.compile` and
-    the like, whose values cannot be checked."""
+    lengths. longest: the number of steps of the input. traced: whether the array is a placeholder of mx.compile,
+    mx.vmap or an export, whose values cannot be checked. name: the argument's name, for error texts. shortest: the
+    smallest allowed length."""
     if isinstance(lengths, (list, tuple)):
         if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in lengths):
             fail(op, f"{name} must be integers", lengths)
-        # The dtype `object` keeps Python's integers: a huge length is reported, and does not overflow as in int64.
+        # The dtype `object` stores Python's integers. So a huge length is reported below, while int64 would overflow.
         lengths = np.array([int(n) for n in lengths], object)
-    # kind, of: a class of arrays and its module, np or mx, which both have `issubdtype` and `integer`.
+    # kind, of: a class of arrays and its module. np and mx both have `issubdtype` and `integer`.
     elif not any(isinstance(lengths, kind) and of.issubdtype(lengths.dtype, of.integer) for kind, of in ARRAYS):
         kind = lengths.dtype if isinstance(lengths, (np.ndarray, mx.array)) else type(lengths).__name__
         fail(op, f"{name} must be integers, in a list or an array of MLX or NumPy,", kind)
     if lengths.shape != (batch,):
         hint = ""
-        if lengths.shape == (longest,):  # a common mistake: the input is batch-first and should not be, or vice versa
+        if lengths.shape == (longest,):  # a common mistake: batch and time of the input are exchanged
             remedy = "change batch_first" if op.startswith("torch.") else "exchange batch and time of the input"
             hint = f", as many as the input has steps: {remedy}"
         fail(op, f"{name} must have shape [{batch}], one per batch item,", f"shape {list(lengths.shape)}{hint}")

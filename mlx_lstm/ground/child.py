@@ -1,9 +1,8 @@
-"""Start a child process of this package and send it requests. If code crashes or a kernel hangs, only the child is
-lost.
+"""Run code in a child process and send it requests. If the code crashes or a kernel hangs, only the child is lost.
 
 Requests and answers are JSON objects, one per line, on the child's standard input and output. Each request has a
 number, which its answer repeats. A child ends when its parent closes the pipe or ends. `Child` is the parent's side,
-`serve` the child's. Times such as `until` are those of `monotonic`, in seconds.
+`serve` the child's. Times such as `until` are times of the clock `monotonic`, in seconds.
 """
 
 import json
@@ -20,14 +19,15 @@ from typing import IO, Any, cast
 from .machine import child_environment
 
 LIMIT = 120.0
-"""Seconds to wait for an answer of a child process, unless the caller expects another time. After this time the child
-counts as hung and is killed. Every request has a limit."""
+"""How many seconds a parent waits for an answer of a child process, unless it passes another limit. After this time the
+child counts as hung and is killed."""
 
 MOST = 1000
-"""The number of characters that an error text quotes from a failed child. A compiler may have printed pages."""
+"""The largest number of characters that an error text quotes from the output of a failed child. A compiler may have
+printed pages."""
 
-KEPT = 500_000
-"""How many of the first and of the last bytes of a child's stderr are stored."""
+STDERR_BYTES = 500_000
+"""How many of the first and how many of the last bytes of a child's stderr are stored."""
 
 
 class ChildError(RuntimeError):
@@ -45,52 +45,54 @@ class ChildError(RuntimeError):
 
 
 class NoAnswer(Exception):
-    """Raised when a child has not answered in time. Only this module raises it, so no signal handler can."""
+    """Raised when a child has not answered in time. It is a class of its own, so that an exception that a signal
+    handler raises cannot be mistaken for it."""
 
 
 class Child:
     """A running child process that answers requests by `serve`. Creating it raises OSError if the process cannot be
     started.
 
-    No thread reads the pipes: a signal handler may raise an exception at any moment, and Python's queues and locks
-    between threads then raise another one.
+    No second thread reads the pipes: a signal handler may raise an exception at any moment, also inside Python's queues
+    and locks between threads, which then raise other errors.
     """
 
     def __init__(self, command: list[str]):
         pipe = subprocess.PIPE
-        self.owner: int = os.getpid()  # a process that is forked from this one must not use the pipes
+        self.owner: int = os.getpid()  # only this process may use the pipes, not a process that is forked from it
         self.process: subprocess.Popen[bytes] = subprocess.Popen(
             command, env=child_environment(), stdin=pipe, stdout=pipe, stderr=pipe
         )
         self.requests, self.answers, self.stderr = (
             cast(IO[bytes], stream) for stream in (self.process.stdin, self.process.stdout, self.process.stderr)
         )
-        self.pipes: list[IO[bytes]] = [self.answers, self.stderr]  # those that the child has not closed
-        self.unread: bytes = b""  # what the child has answered and nobody has read yet
+        self.pipes: list[IO[bytes]] = [self.answers, self.stderr]  # the pipes that the child has not closed
+        self.unread: bytes = b""  # what was read from the pipe of answers, but not yet returned as an answer
         self.asked: int = 0  # the number of the last request
         self.ended: bool = False  # whether `end` was called
-        # The first and the last bytes of the child's stderr.
+        # The first and the last STDERR_BYTES bytes that the child wrote to stderr.
         self.first_errors: bytes = b""
         self.last_errors: bytes = b""
 
     def receive(self, until: float) -> bool:
         """Wait until the child writes to one of its open pipes or closes one, and store what it wrote. Return False if
-        it did neither before the time `until`. Of a long text in stderr only the first and the last KEPT bytes stay,
-        where the reason of an error stands, so that a child that writes without end does not fill the memory."""
+        it did neither before the time `until`. Of a long text on stderr only the first and the last STDERR_BYTES bytes
+        are stored, because they usually contain the reason of an error. So a child that writes without end does not
+        fill the memory."""
         with DefaultSelector() as selector:
             for stream in self.pipes:
                 selector.register(stream, EVENT_READ)
             ready = selector.select(max(0.0, until - monotonic()))
         for key, _ in ready:
-            text = os.read(key.fd, 65536)  # at most so many bytes; the pipe is ready, so this does not wait
+            text = os.read(key.fd, 65536)  # read at most so many bytes; this does not wait, because the pipe is ready
             if not text:  # the child closed the pipe
                 self.pipes = [stream for stream in self.pipes if stream.fileno() != key.fd]
             elif key.fd == self.answers.fileno():
                 self.unread += text
-            elif len(self.first_errors) < KEPT:
+            elif len(self.first_errors) < STDERR_BYTES:
                 self.first_errors += text
             else:
-                self.last_errors = (self.last_errors + text)[-KEPT:]
+                self.last_errors = (self.last_errors + text)[-STDERR_BYTES:]
         return bool(ready)
 
     def serves(self) -> bool:
@@ -102,9 +104,9 @@ class Child:
         """Send a request to the child and return the answer. Raise ChildError if the request failed, if the child
         ended, or if it has not answered after `limit` seconds. A child that hangs is killed.
 
-        notice: (seconds, function): the function is called once if there is no answer after this time. A signal
-        handler may raise an exception here at any moment. Then the child is ended, because its answer would come when
-        nobody waits for it.
+        notice: (seconds, function): the function is called once if there is no answer after this time. A signal handler
+        may raise an exception here at any moment. Then the child is ended, because its answer would otherwise be taken
+        for the answer to a later request.
         """
         self.asked += 1
         begin = monotonic()
@@ -136,8 +138,8 @@ class Child:
                     code = self.end()
                     text = shortened(f"the process ended {ended(code)}:\n{self.said() or 'it said nothing'}")
                     raise ChildError(text, lost=True, code=code)
-                # A child that only writes to stderr must not be waited for without end. So after `until` read once
-                # more, and give up if that gave no whole answer.
+                # A child may write to stderr without end, so that `receive` always returns True. So after the time
+                # `until` read only once more, and give up if there is still no whole answer.
                 late = monotonic() > until
                 if not self.receive(until) or (late and b"\n" not in self.unread):
                     raise NoAnswer
@@ -145,9 +147,9 @@ class Child:
             self.unread = rest
             try:
                 reply = json.loads(line)
-                # An answer to an earlier request, for which nobody waits any more, is not the answer to this one.
+                # Skip the answer to an earlier request, for which the parent no longer waits.
                 if reply["number"] == self.asked:
-                    # `fail` raises a ChildError, which goes through the `except` below, as it is no ValueError.
+                    # `fail` raises a ChildError. The `except` below does not catch it.
                     return reply["answer"] if "answer" in reply else fail(reply["error"])
             except (ValueError, KeyError, TypeError):
                 self.end()
@@ -161,18 +163,19 @@ class Child:
     def end(self, patience: float = 0.0) -> int:
         """End the child: close its input, and kill it if it still runs after `patience` seconds. Return its exit code,
         or 0 if even a killed process does not end, because it waits for the GPU."""
-        self.ended = True  # first, so that a child whose end is interrupted gets no more requests
+        self.ended = True  # set first: if an exception interrupts the lines below, the child must get no more requests
         with suppress(OSError):
             self.requests.close()
         if self.answers not in self.pipes:
-            patience = max(patience, 1.0)  # the child has closed its output, so it is about to end
-        for seconds in (patience, 5.0):  # wait, kill, wait again
+            patience = max(patience, 1.0)  # the child has closed its output, so it will end soon by itself
+        for seconds in (patience, 5.0):  # wait `patience` seconds, kill the child, wait 5 seconds for its end
             if self.wait(seconds):
                 break
             self.process.kill()
+        # Read the rest of the output for at most a second, because the child's own children may keep the pipes open.
         until = monotonic() + 1
         while self.pipes and monotonic() < until and self.receive(until):
-            pass  # the last that the child wrote; its own children may keep the pipes open
+            pass
         self.pipes = []
         self.answers.close()
         self.stderr.close()
@@ -208,23 +211,24 @@ def ended(code: int) -> str:
 
 
 def shortened(text: str, most: int = MOST) -> str:
-    """Return a text without empty lines. Of a text with more than `most` characters, return three parts, each a third
-    of this number long: its beginning, the place of the first "error:" after that, and its end."""
+    """Return a text without empty lines. If it has more than `most` characters, return three parts of it, each a third
+    of `most` long: its beginning, the text around the first "error:" after that, and its end."""
     text = "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
     if len(text) <= most:
         return text
     part = most // 3
     rest = text[part:-part]
     error = rest.find("error:")
-    # A compiler writes the place, such as "program_source:12:34: ", before the word.
+    # Begin the part a little before "error:", because a compiler writes the file and the line there.
     middle = [rest[max(0, error - part // 4) :][:part]] if error >= 0 else []
     return " ... ".join([text[:part], *middle, text[-part:]])
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
-    """In the child process, answer the parent's requests by the function `answer` until the parent closes the pipe.
-    What libraries print goes to stderr."""
-    # Keep stdout (1) for the answers under another number, and let 1 mean stderr (2) from now on.
+    """Answer the parent's requests in the child process, until the parent closes the pipe. answer: the function that
+    gets the fields of a request as keywords and returns the answer. What libraries print goes to stderr."""
+    # Answers go to a copy of stdout (file descriptor 1). Then descriptor 1 becomes stderr (2), so that nothing that a
+    # library prints gets between the answers.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -237,4 +241,4 @@ def serve(answer: Callable[..., dict[str, Any]]) -> None:
 
 
 Notice = tuple[float, Callable[[], None]]
-"""What a parent does while it waits for an answer: (seconds, the function that is called after them)."""
+"""The type of `notice`: (seconds, function). The function is called if the parent has waited so long for an answer."""

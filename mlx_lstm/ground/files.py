@@ -34,10 +34,10 @@ DTYPES |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}
 """The names of dtypes in safetensors files, and NumPy's codes for them. NumPy does not support BF16: MLX reads it."""
 
 LITTLE = {name: np.dtype(code).newbyteorder("<") for name, code in DTYPES.items()} | {"BF16": np.dtype("<u2")}
+"""{name of a dtype in a safetensors file: NumPy's dtype, little-endian ("<")}. bfloat16 is read as uint16 first."""
+
 NUMBERS = {np.dtype(code) for code in DTYPES.values()}
-"""The dtypes of the arrays that are read. LITTLE: those of safetensors files, by their names, with the lowest byte
-first
-("<"). NUMBERS: those of every format. bfloat16 is read as uint16 first."""
+"""The dtypes of the arrays that are read from files of any format."""
 
 MOST_HEADER = 100_000_000
 """The most bytes of a safetensors header that the format allows."""
@@ -47,7 +47,7 @@ PIECE = 2**20
 
 DAMAGE = (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, SyntaxError, TypeError)
 DAMAGE += (ValueError, struct.error, zipfile.BadZipFile, zlib.error)
-"""Errors that NumPy's and Python's readers raise at damaged bytes."""
+"""The errors that readers of NumPy and Python raise if the bytes of a file are damaged."""
 
 UNLINKABLE = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 """Error numbers that `os.link` may give on a file system without hard links."""
@@ -66,7 +66,7 @@ class Foreign(NamedTuple):
     budget: Budget
 
     def read(self) -> bytes:
-        """Return all bytes. They are a copy, so that nobody changes them by writing into the file."""
+        """Return a copy of all bytes of the file, which does not change if another program writes to the file later."""
         data = self.stream.read(self.budget.stored)
         if len(data) != self.budget.stored:
             broken("it shrinks while it is read")
@@ -78,30 +78,30 @@ def foreign(path: Path) -> Iterator[Foreign]:
     """Open a file from an unknown source for the time of a `with` block.
 
     Inside the block, errors that damaged bytes cause (DAMAGE) and MemoryError become a ValueError of one line. Its text
-    begins with the path, which replaces a first word "it". Other errors pass, such as the ImportError of a reader whose
-    package is missing.
+    begins with the path; if the text of the error begins with "it", the path replaces this word. Other errors pass
+    unchanged, such as the ImportError of a reader whose package is missing.
 
     Raises:
         OSError: the file cannot be opened.
         ValueError: the file is a pipe, a device or a socket, or is damaged, or exceeds its budget.
     """
-    size_of(path)  # a pipe is refused before it is opened, which might never end
+    size_of(path)  # refuse a pipe before it is opened, because opening a pipe may wait forever
     with path.open("rb") as stream:
         try:
             yield Foreign(path, stream, Budget(regular(path, os.fstat(stream.fileno()))))
         except MemoryError:
             raise ValueError(f"{path} needs more memory than there is") from None
         except DAMAGE as error:
-            ours = type(error) in (ValueError, Refused)  # raised by this package, with a text for users
+            ours = type(error) in (ValueError, Refused)  # errors of this package, whose text is written for users
             text = f"{error}" if ours else f"it is truncated or damaged: {named(error)}."
             if text.startswith(str(path)):
                 raise
-            # text[3:]: without "it ".
+            # text[3:]: the text without "it ".
             raise ValueError(f"{path} {text[3:]}" if text.startswith("it ") else f"{path}: {text}") from None
 
 
 def named(error: BaseException) -> str:
-    """Return the kind and the text of an error in a line."""
+    """Return the class and the text of an error in one line that is safe to print."""
     return f"{type(error).__name__}, {shown(error)}"
 
 
@@ -136,7 +136,8 @@ def read_json(path: Path) -> Any:
 
 
 def check_shape(name: str, shape: tuple[Any, ...]) -> None:
-    """Raise ValueError unless MLX and NumPy can hold an array of this shape, a damaged file's declaration."""
+    """Raise ValueError unless MLX and NumPy can hold an array of this shape. name: the array's name in the file, which
+    may be damaged."""
     if len(shape) > 32 or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
         broken(f"{shown(name)} declares {shown(shape)}, no shape of an array")
 
@@ -150,11 +151,11 @@ def array_in(
     stop: int | None = None,
     order: Any = "C",
 ) -> np.ndarray:
-    """Return the array whose bytes are data[start:stop]. The arrays of every format are made here: the dtype must be
-    known, and the bytes must be as many as the shape declares. data: the bytes of the file. stop: None for their end.
-    order: "C" or "F", as in NumPy. The array is a view of the data."""
+    """Return the array whose bytes are data[start:stop], as a view of the data. The readers of all formats call this
+    function. It raises a ValueError if the dtype is not one of NUMBERS, or if the shape declares another number of
+    bytes. data: the bytes of the file. stop: None for the end of the data. order: "C" or "F", as in NumPy."""
     stored = (len(data) if stop is None else stop) - start
-    # "=": the byte order of this machine. "U" is text.
+    # Compare in the byte order of this machine ("="). Text has the kind "U".
     if dtype.newbyteorder("=") not in NUMBERS and not (dtype.kind == "U" and dtype.itemsize):
         raise ValueError(f"{shown(name)} must have a dtype that MLX knows but got {shown(dtype)}.")
     check_shape(name, shape)
@@ -164,13 +165,14 @@ def array_in(
 
 
 def as_bfloat16(array: np.ndarray) -> mx.array:
-    """Return an array of uint16 as the bfloat16 array with the same bits."""
+    """Return the bfloat16 array that has the same bits as an array of uint16."""
     return mx.array(np.array(array)).view(mx.bfloat16)
 
 
 def read_safetensors(file: Foreign) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the arrays of a safetensors file by key, and the file's metadata."""
-    # size: the bytes of the file. name: the function that takes a name from the budget. n: the bytes of the header.
+    # size: the number of bytes of the file. name: a function that takes a name from the budget. n: the number of bytes
+    # of the header.
     data, size, name = file.read(), file.budget.stored, file.budget.name
     n = int.from_bytes(data[:8], "little")
     if size < 8 or n > min(size - 8, MOST_HEADER):
@@ -186,8 +188,7 @@ def read_safetensors(file: Foreign) -> tuple[dict[str, Any], dict[str, str]]:
         raise
     except (ValueError, TypeError, KeyError, AttributeError):
         broken("its header is none of safetensors")
-    # The format has no gaps: each array must start at the byte `end`, where the previous array ends. The first array
-    # starts at 0.
+    # The format has no gaps: each array must start at the byte `end`, at which the array before it ends.
     end, arrays = 0, {}
     for key in sorted(entries, key=lambda key: entries[key][2:]):
         dtype, shape, start, stop = entries[key]
@@ -214,7 +215,7 @@ def entry_of(entry: Any) -> tuple[str, tuple[Any, ...], int, int]:
 def members_of(file: Foreign) -> Iterator[tuple[str, bytearray]]:
     """Yield the name and the bytes of each member of a zip file. Only compression methods that Python and NumPy write
     are allowed, since others can expand without a bound."""
-    # Count the entries of the zip's directory before Python makes an object of each. An entry begins with PK\1\2.
+    # Count the entries of the zip's directory before Python creates an object for each. An entry begins with PK\1\2.
     entries = sum(piece.count(b"PK\1\2") for piece in iter(lambda: file.stream.read(PIECE), b""))
     if entries > file.budget.names:
         broken(f"it holds {entries} files")
@@ -238,7 +239,7 @@ def content_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
     data, end = bytearray(member.file_size), 0  # end: how many bytes have been read
     reader: Any
     longer = copy(member)
-    longer.file_size += 1  # otherwise Python would cut off what is too long
+    longer.file_size += 1  # let Python read one byte more, so that a member that is too long is noticed
     with archive.open(longer) as reader, memoryview(data) as view:
         while count := reader.readinto(view[end : end + PIECE]):
             end += count
@@ -258,16 +259,16 @@ def read_npy(file: Foreign) -> np.ndarray:
 
 
 def npy_array(data: bytes | bytearray, name: str, text: bool = False) -> np.ndarray:
-    """Return the array in `data`, the bytes of an .npy file. name: what error texts call it. text: whether an array of
-    text is allowed, too."""
+    """Return the array in `data`, the bytes of an .npy file. name: the array's name, for error texts. text: whether an
+    array of text is allowed, too."""
     # {version of the format: NumPy's function that reads its header}
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    stream = io.BytesIO(memoryview(data)[: 2**16])  # NumPy accepts headers of 10,000 bytes
+    stream = io.BytesIO(memoryview(data)[: 2**16])  # enough bytes: NumPy accepts headers of up to 10,000 bytes
     try:
         with warnings.catch_warnings():  # Python's parser warns about strange literals
             warnings.simplefilter("ignore")
             shape, fortran, dtype = headers[np.lib.format.read_magic(stream)](stream)
-    except Exception:  # NumPy's parser may raise any error. Its text is not shown: it advises to trust the file
+    except Exception:  # NumPy's parser may raise any error; its text advises to trust the file, so it is not shown
         broken(f"{shown(name)} is no array of numbers")
     if dtype.hasobject:
         broken(f"{shown(name)} holds Python's objects, which run code when they are read")
@@ -282,10 +283,11 @@ def npy_array(data: bytes | bytearray, name: str, text: bool = False) -> np.ndar
 def write_whole(
     path: Path, work: Callable[[Path], Result], *, force: bool = False, ending: str | None = None
 ) -> Result:
-    """Call `work` to write a new file beside `path`, then rename the new file to `path`; return the result of `work`.
+    """Call `work` to write a new file in the folder of `path`, then rename the new file to `path`. Return the result of
+    `work`.
 
-    At every moment `path` is either the old file or the complete new file. The new file gets the
-    permissions of the old one, if that is a file of this user.
+    At every moment `path` is either the old file or the complete new file. The new file gets the permissions of the old
+    one, if the old one belongs to this user.
 
     Args:
         path (Path): the file to write.
@@ -299,10 +301,11 @@ def write_whole(
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file")
-    # The name cannot be guessed, and exclusive creation follows no link. Only the owner may read the unfinished file.
+    # Other users may write to the folder. So the file's name cannot be guessed, its creation (O_EXCL) follows no link,
+    # and only the owner may read it until it is complete.
     partial = path.with_name(f".{secrets.token_hex(16)}{path.suffix if ending is None else ending}")
     try:
-        # O_EXCL: fail if the file exists. 0o600: only the owner may read and write.
+        # O_EXCL: fail if the file exists. 0o600: the permission to read and write for the owner only.
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         result = work(partial)
         if force:
@@ -317,21 +320,22 @@ def write_whole(
 
 
 def link(partial: Path, path: Path) -> None:
-    """Give a file the second name `path`, which must not exist. (A rename would replace an existing file.) A file
-    system without hard links allows no second name: then rename the file."""
+    """Give the file `partial` the second name `path` by a hard link, which fails if `path` exists; a rename would
+    replace an existing file. On a file system without hard links rename the file."""
     try:
         os.link(partial, path)
     except OSError as error:
         if path.exists() or path.is_symlink():
             raise FileExistsError(f"{path} exists") from None
-        if error.errno not in UNLINKABLE:  # an error that does not mean that there are no hard links
+        if error.errno not in UNLINKABLE:  # the error has another reason than a file system without hard links
             raise
         os.replace(partial, path)
 
 
 def mode_of(path: Path) -> int:
-    """Return the permission bits for the file that replaces `path`: those of the old file, without setuid and the like.
-    If the old file belongs to another user, who may have made it writable for everybody: those of a new file."""
+    """Return the permission bits for the file that replaces `path`. They are those of the old file, without setuid,
+    setgid and sticky bits, if this user owns it. Otherwise they are those of a new file, because another owner may have
+    made the old file writable for everybody."""
     try:
         about = path.stat()
         return about.st_mode & 0o777 if about.st_uid == os.geteuid() else new_mode(path.parent)
@@ -340,10 +344,10 @@ def mode_of(path: Path) -> int:
 
 
 def new_mode(folder: Path) -> int:
-    """Return the permission bits of a new file in a folder. An empty file shows them: the umask can only be read by
-    setting it, which would change the files that other threads create."""
+    """Return the permission bits that a new file in this folder gets. An empty file is created to find them: the umask
+    can only be read by setting it, which would affect files that other threads create at that moment."""
     probe = folder / f".{secrets.token_hex(16)}"
-    file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the bits that the umask reduces
+    file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the umask removes some of these bits
     try:
         return os.fstat(file).st_mode & 0o777
     finally:

@@ -1,9 +1,11 @@
 """Describe the machine (chip, system, versions), start Python as a child process, and run commands to their end.
 
-A child is a process that this one starts. A command is a program of this package, such as `python -m mlx_lstm.check`.
-SIGTERM, SIGHUP and SIGALRM are signals of the system: end, closed terminal, timer.
+A child is a process that this process starts. A command is a program of this package, such as `python -m
+mlx_lstm.check`. The operating system sends a process the signal SIGTERM to end it, SIGHUP when its terminal is closed,
+and SIGALRM when a timer ends.
 """
 
+import errno
 import os
 import platform
 import re
@@ -19,6 +21,10 @@ from typing import NoReturn
 
 VERSION = "0.1.0"
 """The version of this package."""
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Numbers of the errors of an output that cannot be written: the disk or the user's share of it is full, the file is
+too large, or the disk or terminal fails."""
 
 
 def chip() -> str:
@@ -62,21 +68,23 @@ def installed_version(*packages: str) -> str:
 
 
 def shader_folder() -> Path:
-    """Return the path of the folder metal/, which a wheel has inside the package and a checkout beside the package."""
+    """Return the path of the folder metal/ with the shaders. An installed package contains it; in a checkout of the
+    repository it lies beside the package."""
     package = Path(__file__).parents[1]
     return package / "metal" if (package / "metal").is_dir() else package.parent / "metal"
 
 
 def in_all_digits() -> None:
-    """Let MLX compute float32 products with full precision, unless the user has set MLX_ENABLE_TF32. By default the
-    newest chips use fewer digits, which a comparison with float64 would report as an error. Call this function
-    before MLX runs anything."""
+    """Let MLX compute float32 products with full precision, unless the user has set MLX_ENABLE_TF32. By default MLX
+    uses fewer digits on the newest chips (TF32), and a comparison with float64 would report that as an error. Call this
+    function before MLX runs anything."""
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 
 def on_one_thread() -> None:
     """Let OpenBLAS, NumPy's BLAS on Linux, use one thread in the child processes of a command, unless the user has set
-    OPENBLAS_NUM_THREADS. Several threads wait for one another, so other processes would spoil the measured times."""
+    OPENBLAS_NUM_THREADS. Several threads wait for one another, so a process that occupies one core would change the
+    measured times."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
@@ -93,7 +101,7 @@ def child_command(code: str, *arguments: str) -> list[str]:
     other relative paths) are left out, so that no module of that folder, such as a numpy.py, is imported. The folder
     of this package is added at the end.
     """
-    # {option of the command python: its name in sys.flags}
+    # flags: {letter of an option of the command `python`: its name in sys.flags}.
     flags = {"I": "isolated", "E": "ignore_environment", "s": "no_user_site", "S": "no_site"}
     given = [f"-{letter}" for letter, name in flags.items() if getattr(sys.flags, name)]
     paths = absolute(sys.path)
@@ -105,9 +113,9 @@ def child_command(code: str, *arguments: str) -> list[str]:
 def child_environment() -> dict[str, str]:
     """Return the environment for a child process: the current one, with only absolute entries left in PYTHONPATH.
 
-    A relative entry means a folder inside the working folder, which may hold files of strangers, such as a download.
-    When Python starts, it searches PYTHONPATH for a module `sitecustomize` and runs it, before `child_command` replaces
-    the child's import path. So a file of this name in such a folder would run.
+    A relative entry is a folder inside the working folder, which may contain files from unknown sources, such as a
+    download. When Python starts, it runs a module `sitecustomize` that it finds in PYTHONPATH, before `child_command`
+    replaces the child's import path. So a file of this name in such a folder would run.
     """
     paths = absolute(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -121,15 +129,16 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def absolute(paths: Iterable[object]) -> list[str]:
-    """Return the absolute paths among the entries of an import path. The others depend on the working folder, whose
-    files may come from strangers."""
+    """Return the absolute paths among the entries of an import path. Relative entries depend on the working folder,
+    whose files may come from unknown sources."""
     return [path for path in paths if isinstance(path, str) and os.path.isabs(path)]
 
 
 def check_files(options: object, *names: str) -> None:
-    """Raise ValueError if a file to write is in no folder, is a folder, or may not be written: a command that ran for
-    minutes would lose its results. options: the parsed command line. names: those of its options that name a file to
-    write; an option that is not given is None, and "-" is the terminal."""
+    """Check the files that a command will write: raise ValueError if the folder of a file does not exist, if it is a
+    folder itself, or if there is no permission. Otherwise a command that ran for minutes would lose its results.
+    options: the parsed command line. names: the options whose values are paths of files to write; None means that an
+    option was not given, "-" means the terminal."""
     for name in names:
         if getattr(options, name) in (None, "-"):
             continue
@@ -143,21 +152,23 @@ def check_files(options: object, *names: str) -> None:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Call `main` and end the process with its exit code. End without a message at Ctrl-C, or if nobody reads the
-    output any more, as after `| head`. SIGTERM, and SIGHUP of a closed terminal, also raise an exception, SystemExit,
-    so that incomplete files are removed and child processes end. Characters that the terminal cannot show are escaped.
-    Without an output, as after `>&-`, the lines are lost.
+    """Call `main` and end the process with its exit code.
+
+    Ctrl-C and a closed output pipe, as after `| head`, end the process without a message, and an output that cannot be
+    written, as on a full disk, with one line. SIGTERM, and SIGHUP of a closed terminal, raise SystemExit, so that
+    incomplete files are removed and child processes end. Characters that the terminal cannot show are escaped. If
+    stdout is closed, as after `>&-`, the output is lost.
     """
     code: object
-    for number in range(3):  # else the first file that is opened would take the place of a closed input or output
+    for number in range(3):  # open a closed stdin, stdout or stderr; else a file that is opened later gets its number
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this number
     signal.signal(signal.SIGTERM, terminate)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # under `nohup` the signal is ignored, and stays so
         signal.signal(signal.SIGHUP, terminate)
-    sys.unraisablehook = raise_later  # else Python would drop a signal's exception that a destructor meets
+    sys.unraisablehook = raise_later  # else Python drops an exception that a signal handler raises in a destructor
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -166,14 +177,17 @@ def run_command(main: Callable[[], int]) -> NoReturn:
             code = main()
         except SystemExit as end:  # argparse raises it
             code = end.code
-        if sys.stdout is not None:  # None: closed when Python started
+        if sys.stdout is not None:  # None if it was closed when Python started
             sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130  # the exit code of a process that Ctrl-C ended
-    except BrokenPipeError:
-        code = 141  # the exit code of a process that SIGPIPE ended
-        if sys.stdout is not None:  # so that Python's last flush does not fail
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, *UNWRITABLE):
+            raise
+        if sys.stdout is not None:  # let stdout lead nowhere, so that Python's last flush at exit does not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # 141: the exit code of a process that SIGPIPE ended. Python prints a text, and the exit code is then 1.
+        code = 141 if error.errno == errno.EPIPE else f"the output cannot be written: {error}"
     raise SystemExit(code)
 
 
@@ -192,7 +206,7 @@ def raise_later(unraisable: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(unraisable)
         return
 
-    # The handler of the timer's signal. Python passes both arguments; neither is read.
+    # Handle the signal of the timer. Python passes both arguments; they are not needed.
     def again(signum: int, frame: object) -> NoReturn:
         raise SystemExit(end.code)
 

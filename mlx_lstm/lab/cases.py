@@ -1,8 +1,8 @@
-"""Draw random calls of the ops `lstm`, `gru`, `rnn`, called cases, and run them on an engine.
+"""Draw random calls of the ops `lstm`, `gru`, `rnn`, which are called cases, and run them on an engine.
 
-A case is a dict of an op's keyword arguments, with arrays as NumPy arrays, and `op`, the op's name (default: `lstm`).
-A `Case` is such a dict with a dtype, cotangents of outputs and quantized weights. It also divides the dict into arrays
-and options; names(training) are its results. `NORMS` are the names of the scales and shifts of layer normalisation.
+A case is a dict with the keyword arguments of a call, where arrays are NumPy arrays, and with `op`, the op's name
+(without it: `lstm`). An object `Case` holds such a dict, a dtype, the cotangents of the outputs, and quantized weights.
+Its properties `arrays` and `options` are the two parts of the dict; names(training) returns the names of its results.
 """
 
 from collections.abc import Mapping
@@ -23,21 +23,21 @@ from ..oracle.recurrence import KINKS
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
-SIZES = T, B, I, H, P = 4, 2, 3, 2, 3  # P: the width of h if it is projected
+SIZES = T, B, I, H, P = 4, 2, 3, 2, 3  # P: the size of h with a projection
 MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]
-"""Shapes of masks, as the argument `mask` of `draw` takes them."""
+"""Shapes of masks for the argument `mask` of `draw`. "P" stands for the size of h."""
 HOLD = [[0, 1], [1, 0], [0, 1], [1, 1]]
-"""The argument `hold` [T, B] of an op. Where it is 1, the step keeps the states of the step before."""
+"""A value of an op's argument `hold` [T, B]. Where it is 1, the step is skipped: the states do not change."""
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
 KINK_MARGIN = 1e-2
-"""The least distance of preactivations from a kink (a jump of the slope) of their activation. It is a thousand times
-the step of the tests' finite differences, so that they do not cross the kink."""
+"""The smallest allowed distance of a preactivation from a kink of its activation, where the slope jumps. It is a
+thousand times the step of the tests' finite differences, so that they do not cross the kink."""
 ROUNDING_MARGIN = 1e-4
-"""The least distance of preactivations from a kink (a jump of the slope) in tests without finite differences, where
-only float32 rounding moves the preactivations."""
+"""The smallest allowed distance of a preactivation from a kink of its activation, where the slope jumps, in tests
+without finite differences. There only float32 rounding moves the preactivations."""
 
-# The tables below map names to options, which are arguments of `draw` except sizes and dtype. Shapes in the options
-# are for a batch of 2; `at_batch` converts them to other batch sizes.
+# Each of the following tables maps the name of a test case to options: arguments of `draw`, without sizes and dtype.
+# Arrays and shapes in the options are for a batch of 2; `at_batch` converts them to other batch sizes.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "projected_x": {"projected_x": True},
@@ -66,7 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{f"{name}_output": {"activations": ("sigmoid", "sigmoid", "tanh", "sigmoid", name)} for name in ACTIVATIONS},
 }
 
-# Layer normalisation, next to the options that change what is normalised or where its result goes.
+# Layer normalisation, alone and with options that change what is normalised or where the result is used.
 NORMED: dict[str, dict[str, Any]] = {
     "norm": {"norm": NormOptions("product")},
     "norm_each_state": {"norm": NormOptions("product", "each", "state"), "keep": True, "lengths": [3, 4]},
@@ -151,19 +151,20 @@ def draw(
     """Return a case (a dict of random arrays and options for the op). `dtype` is a NumPy dtype or the name of an MLX
     dtype. For an MLX dtype the arrays are float32 with values that this dtype can represent.
 
-    sizes: T time steps, B sequences, I inputs, H hidden units, P the width of a projected h. mask: the shape of the
-    mask, a factor on the h that a step reads; "P" stands for the width of h (of both directions). projected_x: x is the
-    input's part of the preactivations, without Wx.
-    keep: whether to add a random array `keep` (factors on the carried states), some of whose values are 0 and 1.
-    recurrent: the standard deviation of Wh. norm: which layer normalisation; the case then has its arrays, too.
-    options: the op's other arguments. None, as for b, leaves the array out.
+    sizes: T time steps, B sequences, I inputs, H hidden units, P numbers in a projected h. projection, peephole:
+    whether to add these arrays. projected_x: whether x is the input's part of the preactivations, so that there is no
+    Wx. mask: the shape of the mask, a factor on the h that a step reads; "P" stands for the size of h (of both
+    directions). keep: whether to add a random array `keep` (factors on the states), some of whose values are 0 and 1.
+    recurrent: the standard deviation of Wh. norm: the kind of layer normalisation, whose arrays are then added.
+    options: other arguments of the op; None, such as b=None, removes an array.
     """
     T, B, I, H, P = sizes
-    # D: directions, G: gates. own: the first axis of arrays with one entry per direction.
+    # D: directions, G: gates. own: the size of the first axis of arrays that have an axis for the direction, else ().
+    # P: from here on the numbers in the h of one direction, with or without a projection.
     D, G, own = (2, len(GATES[op]), (2,)) if bidirectional else (1, len(GATES[op]), ())
-    width = P if projection else H
-    shapes = {"x": (T, B, D * G * H if projected_x else I), "Wh": (*own, G * H, width), "b": (D * G * H,)}
-    shapes |= {"h0": (B, D * width)}
+    P = P if projection else H
+    shapes = {"x": (T, B, D * G * H if projected_x else I), "Wh": (*own, G * H, P), "b": (D * G * H,)}
+    shapes |= {"h0": (B, D * P)}
     if op == "lstm":
         shapes["c0"] = (B, D * H)
     if op == "gru" and options.get("reset") != "before":
@@ -179,11 +180,11 @@ def draw(
         shapes |= {f"{name}_{part}": (*own, n) for name, n in names.items() if n for part in ("scale", "shift")}
         options["norm"] = norm
     if mask is not None:
-        shapes["mask"] = tuple(D * width if size == "P" else int(size) for size in mask)
+        shapes["mask"] = tuple(D * P if size == "P" else int(size) for size in mask)
     deviations = dict.fromkeys(shapes, 0.7) | {"Wh": recurrent}
     arrays = {name: rng.normal(0, deviations[name], shape) for name, shape in shapes.items()}
     if keep:
-        # A 0 in keep makes the state 0, which may put an argument of relu exactly on its kink. So draw no 0 with relu.
+        # A 0 in keep makes the state 0, so that an argument of relu may lie exactly on the kink. Draw no 0 with relu.
         kinked = KINKS.keys() & {*options.get("activations", ()), options.get("activation")}
         factors = [1, *rng.uniform(-1, 1.5, 4), *([] if kinked else [0])]
         arrays["keep"] = rng.choice(factors, (T, B, 2) if bidirectional else (T, B))
@@ -202,7 +203,7 @@ def stored(arrays: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
 
 
 def as_represented(arrays: Tensors, dtype: str) -> Tensors:
-    """Return float32 arrays rounded to values that the MLX dtype of this name can represent."""
+    """Return float32 arrays whose values are rounded to values that the MLX dtype named `dtype` can represent."""
     if dtype == "float32":
         return arrays
     return {name: np.array(mx.array(a).astype(DTYPES[dtype]).astype(mx.float32)) for name, a in arrays.items()}
@@ -218,8 +219,9 @@ def draw_cotangents(
 def draw_away_from_kinks(
     seed: int, margin: float = KINK_MARGIN, **options: Any
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Draw (case, cotangents) repeatedly until no argument of relu, of hard_sigmoid or of a clip that stops gradients
-    is within `margin` of a kink. A rounding error could move such an argument across, and the gradient would jump."""
+    """Draw random pairs (case, cotangents) until in one of them no argument of relu, of hard_sigmoid or of a clip that
+    stops gradients is closer than `margin` to a kink. Return this pair. A rounding error could move a closer argument
+    across the kink, and the gradient would jump."""
     rng = np.random.default_rng(seed)
     dtype = options.get("dtype", np.float64)
     for _ in range(200):
@@ -235,7 +237,7 @@ def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
     changed = dict(options)
     if "lengths" in changed:
         changed["lengths"] = (changed["lengths"] * B)[:B]
-    if "mask" in changed:  # of the sizes in `MASKS` only the batch is 2
+    if "mask" in changed:  # in the shapes of `MASKS` only the batch size is 2
         changed["mask"] = tuple(B if size == 2 else size for size in changed["mask"])
     if "hold" in changed:
         changed["hold"] = [(row * B)[:B] for row in changed["hold"]]
@@ -243,26 +245,28 @@ def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
 
 
 def to_mlx(array: ArrayLike, dtype: mx.Dtype) -> mx.array:
-    """Return a NumPy array as an MLX array of this dtype. 16-bit dtypes are rounded from float32."""
+    """Return a NumPy array as an MLX array of this dtype. Values for a 16-bit dtype are rounded to float32 first."""
     wide = np.asarray(array).astype(np.float64 if dtype == mx.float64 else np.float32)
     return mx.array(wide, mx.float64 if dtype == mx.float64 else mx.float32).astype(dtype)
 
 
 def as_arguments(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, with a `Norm` in place of a case's layer normalisation and its arrays."""
+    """Return a case as the keyword arguments of a public function. An object `Norm` replaces the case's options of
+    layer normalisation and its scales and shifts."""
     rest = {name: value for name, value in case.items() if name not in (*NORMS, "norm")}
     if case.get("norm") is not None:
         of_norm = {name: case[name] for name in NORMS if name in case}
-        rest["norm"] = recurrence.norm_given(NormOptions(*case["norm"]), of_norm)  # in a `Case` it may be a plain tuple
+        rest["norm"] = recurrence.norm_given(NormOptions(*case["norm"]), of_norm)  # may be a plain tuple
     return rest
 
 
 def run(case: Case, engine: str, training: bool = True, dtype: mx.Dtype | None = None) -> dict[str, mx.array]:
-    """Run a case on an engine and return the results `case.names(training)`, as lazy arrays. Quantized weights replace
-    the arrays of the same names and have no gradient. dtype: the dtype to run in, by default that of the case."""
+    """Run a case on an engine and return its outputs and, with training, its gradients, as lazy arrays by name.
+    Quantized weights replace the arrays of the same names and have no gradient. dtype: the dtype of the arrays; None:
+    the case's."""
     dtype = dtype or DTYPES[case.dtype]
     arrays = {name: to_mlx(array, dtype) for name, array in case.arrays.items() if name not in case.weights}
-    # A case with projected x has no Wx, and the op wants None for it; the arrays of the case replace the None.
+    # In a case without Wx the op needs Wx=None. In other cases the array Wx replaces this None.
     options = {"Wx": None, **case.options, **case.weights, **({} if training else {"training": False})}
     wanted = [name for name in case.names(training) if name in OUTPUTS[case.op]]
 
@@ -279,7 +283,8 @@ def run(case: Case, engine: str, training: bool = True, dtype: mx.Dtype | None =
 
 
 def hindrance(engine: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, **options: Any) -> str:
-    """Return why an engine cannot run a recurrence of sizes (T, B, I, H) on this machine, or "" if it can.
+    """Return the reason why an engine cannot run a recurrence of these sizes (T, B, I, H) on this machine, or "" if it
+    can.
 
     `options` are arguments of `engines.choose`. By default `device` and `metal` describe this machine; for `numpy` the
     device is always the CPU. `traced` is False: the call is not inside a transformation such as `mx.compile`.

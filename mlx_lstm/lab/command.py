@@ -1,4 +1,4 @@
-"""The command lines of check, bench and compare."""
+"""Shared parts of the command lines of check, bench and compare."""
 
 import argparse
 import importlib.util
@@ -7,15 +7,15 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of command-line options whose errors are one line, without the usage."""
+    """A parser of command-line options that prints an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def check_plot(file: str, extra: str) -> None:
-    """Raise ValueError if matplotlib is not installed, or cannot draw a file with this ending. extra: the extra of this
-    package that installs it."""
+    """Raise ValueError if matplotlib is not installed, or if it cannot write a file with this ending. extra: the name
+    in `pip install '.[extra]'` that installs matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot needs matplotlib: pip install '.[{extra}]'")
     from matplotlib.backend_bases import FigureCanvasBase  # imported here, because it takes long

@@ -1,7 +1,8 @@
-"""Show the current work, its duration and the estimated time left: in one line of a terminal, or in a line of a file
-or a pipe now and then."""
+"""Show the current work, its duration and the estimated time left. In a terminal one line is redrawn; in a file or a
+pipe a new line is printed now and then."""
 
 import math
+import os
 import shutil
 import sys
 import threading
@@ -18,17 +19,18 @@ T = TypeVar("T")
 
 
 class Progress:
-    """A context that shows the progress on `out` (default: stderr). In a terminal a thread redraws one line each
-    second. Otherwise the thread prints a line every `EVERY` seconds. `title` is printed before the text of `say`."""
+    """A context that shows the progress of a command on `out` (default: stderr). In a terminal a thread redraws one
+    line each second. Otherwise the thread prints a line every `EVERY` seconds. The line contains `title` and then the
+    latest text passed to `say`."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out: TextIO = sys.stderr if out is None else out
         self.title: str = ""
         self.text: str = ""
         self.start: float = time.monotonic()
-        self.end: float | None = None  # when all work will be done, as the last call of `say` estimated it
-        # Once `count` was called: when it first was, and when all parts will end by its estimate; infinity at first,
-        # while no part is done and there is no estimate.
+        self.end: float | None = None  # the end of all work, as the latest call of `say` estimated it
+        # None before the first call of `count`, then (time of the first call, estimated end of all parts). The end is
+        # infinity while no part is done and there is no estimate.
         self.parts: tuple[float, float] | None = None
         self.lock: AbstractContextManager[bool] = threading.Lock()
         self.ended: threading.Event = threading.Event()
@@ -51,8 +53,8 @@ class Progress:
             self.draw()
 
     def count(self, n: int, total: int) -> None:
-        """Note that `n` of `total` parts of the work are done. Once a part is done, the time left is estimated from the
-        time of the parts done so far, and this estimate replaces those of `say`."""
+        """Note that `n` of `total` parts of the work are done. As soon as one part is done, the time left is estimated
+        from the time of the finished parts. This estimate then replaces the estimates passed to `say`."""
         now = time.monotonic()
         start = self.parts[0] if self.parts and n else now
         self.parts = (start, now + (now - start) / n * (total - n)) if n else (now, math.inf)
@@ -61,7 +63,7 @@ class Progress:
         """Yield the items, and show the number of the current item and the estimated time left."""
         start = time.monotonic()
         for n, item in enumerate(items):
-            passed = time.monotonic() - start  # at n = 0 less than EARLY, so no division by 0
+            passed = time.monotonic() - start  # at n = 0 this is less than EARLY: no division by 0
             self.say(f"{n + 1} of {len(items)} {title}", passed / n * (len(items) - n) if passed > EARLY else None)
             yield item
         self.say("")
@@ -73,10 +75,15 @@ class Progress:
         with self.lock:
             print(text, file=file, flush=True)
 
+    def redraws(self) -> bool:
+        """Return whether `out` is a terminal that can erase a line. A terminal of the kind "dumb" shows `ERASE` as
+        text."""
+        return self.out.isatty() and os.environ.get("TERM") != "dumb"
+
     def redraw(self) -> None:
-        """Draw the progress line until the context ends: in a terminal once a second, and erase it at the end. In a
-        file or a pipe, print it every EVERY seconds, unless the text of `say` is empty."""
-        redraws = self.out.isatty()
+        """Draw the progress line until the context ends: in a terminal once a second, and erase it at the end.
+        Elsewhere print it every EVERY seconds, unless the text of `say` is empty."""
+        redraws = self.redraws()
         while not self.ended.wait(1 if redraws else EVERY):
             with self.lock:
                 if redraws:
@@ -88,8 +95,8 @@ class Progress:
             self.out.flush()
 
     def draw(self) -> None:
-        """Draw the progress line of a terminal in its current state; nothing outside the `with` block of the thread."""
-        if self.thread.is_alive() and self.out.isatty():
+        """Draw the progress line, if the output is a terminal and the `with` block is running."""
+        if self.thread.is_alive() and self.redraws():
             self.out.write(ERASE + self.line()[: shutil.get_terminal_size().columns - 1])
             self.out.flush()
 
@@ -99,7 +106,7 @@ class Progress:
             return ""
         now = time.monotonic()
         line = "  ".join(filter(None, [clock(now - self.start), self.title, self.text]))
-        # The estimate for all parts, if there is one, else that of `say`.
+        # The estimate of `count`, if there is one, else the estimate passed to `say`.
         end = self.end if self.parts is None or math.isinf(self.parts[1]) else self.parts[1]
         if end is None:
             return line

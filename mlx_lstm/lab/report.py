@@ -24,7 +24,8 @@ THREAD_SETTINGS = (
     "OPENBLAS_L2_SIZE",
     "LD_PRELOAD",
 )
-"""Environment variables that change how many threads libraries use, or which code they run. The report shows them."""
+"""Environment variables that change the number of threads of libraries, or which code the libraries run. The report
+shows the ones that are set."""
 
 
 def machine_card(command: str, device: str) -> dict[str, str]:
@@ -52,7 +53,8 @@ def machine_card(command: str, device: str) -> dict[str, str]:
 
 
 def blas_kernel() -> str:
-    """Return the kernel that NumPy's BLAS selected for this machine. Without `threadpoolctl` the kernel is unknown."""
+    """Return as text which kernel (code for a kind of processor) NumPy's BLAS has selected on this machine. Without the
+    package `threadpoolctl` it is unknown."""
     try:
         from threadpoolctl import threadpool_info
     except ImportError:
@@ -78,7 +80,8 @@ def json_text(content: Any) -> str:
 
 
 def printable(value: Any, home: str) -> Any:
-    """Return a value without numbers that JSON lacks, and without the path of the home folder, which names the user."""
+    """Return a value of a report with None for numbers that JSON lacks, and with ~ for the path of the home folder,
+    which contains the user's name."""
     if isinstance(value, dict):
         return {str(key): printable(part, home) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -88,7 +91,7 @@ def printable(value: Any, home: str) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-WIDTH = 400  # the number of characters of an error text that `one_line` returns, and of the longest line
+WIDTH = 400  # the largest number of characters that `one_line` returns
 
 
 def one_line(text: str) -> str:
@@ -97,7 +100,7 @@ def one_line(text: str) -> str:
 
 
 def without_names(text: str) -> str:
-    """Return an error text without the name of the kernel and without its place in a source, so that the texts of
-    kernels with the same fault are equal."""
+    """Return an error text of a compiler without the kernel's name and without line numbers, so that the texts of
+    several kernels with the same fault are equal."""
     text = re.sub(r"\S+:\d+:\d+: ", "", text)
     return re.sub(r"\bcustom_kernel_\w+|(?<=\bkernel )\S+|(?<=\bfunction )\S+", "", text)

@@ -1,13 +1,12 @@
 """Run Apple's GRU and GRUGradients of MPSGraph. The docstring of `mlx_lstm.mpsgraph` describes what all ops of the
 package have in common.
 
-Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x), recurrent_weight (Wh),
-secondary_bias (bhn), z_state (zState, the gates), output_fwd (h); Apple's gate o is our n. A descriptor is an object
-with the options of an op. Each op checks its arguments, converts them to those of `mlx_lstm.gru` or `gru_gradients`
-(`translate`), and returns Apple's list of results. op: the name that error texts begin with. `GRADIENTS` has the
-arguments that have a gradient, in Apple's order, `PROPERTIES` the descriptor's properties that name activations.
-`MPSGRAPH` has Apple's gate orders of each cell, (flag off, flag on). E:name is an experiment that decides on a Mac what
-Apple's text leaves open.
+Each op checks its arguments, converts them to those of `mlx_lstm.gru` or `gru_gradients` (`translate`), and returns
+Apple's list of results. Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x),
+recurrent_weight (Wh), secondary_bias (bhn), z_state (zState, the gates), output_fwd (h). Apple's gate o is the gate n
+of `mlx_lstm.gru`. A descriptor is an object with the options of an op. PROPERTIES: {cell: the descriptor's properties
+that name activations}. MPSGRAPH: {cell: Apple's gate orders, (with the flag off, with the flag on)}. E:name is an
+experiment that finds out on a Mac what Apple's text leaves open. op: the name of the function in errors.
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ GRADIENTS |= {"init_state": "h0", "secondary_bias": "bhn"}
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "z_state": "gates", "output_fwd": "h"}
 WORDS |= {"state_gradient": "dhT"}
-"""All arrays that one of the two ops gets: Apple's names, and the names in `mlx_lstm.recurrence`."""
+"""{Apple's name: name in `mlx_lstm.recurrence`} of all arrays that one of the two ops gets."""
 
 
 @dataclass(kw_only=True)
@@ -191,16 +190,17 @@ def gru_gradients(
 
 
 def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str) -> dict[str, Any]:
-    """Check Apple's arguments of a GRU and convert them to arguments of `mlx_lstm.recurrence`. arrays: by Apple's
-    names, None for those that the caller left out. The options are those of `gru`."""
+    """Check Apple's arguments of a GRU and convert them to arguments of `mlx_lstm.gru` or `gru_gradients`. arrays: by
+    Apple's names; an array that the caller left out is None. hard_sigmoid, mask_layout: the options of `gru`."""
     check_descriptor(op, descriptor, GRUDescriptor)
-    # The arrays by the names of `mlx_lstm.gru`; `WORDS` maps Apple's names to these.
+    # `translated` returns the arrays by the names of `mlx_lstm.gru`; WORDS is the dict {Apple's name: this name}.
     arguments = translated(op, arrays, G=3, words=WORDS, descriptor=descriptor, mask_layout=mask_layout)
     if "bhn" in arguments and not descriptor.reset_after:
         # title: the argument's name in Python, and Apple's spelling.
         fail(op, f"{title('secondary_bias')} must be None without descriptor.reset_after", "an array")
     return arguments | {
-        "gate_order": MPSGRAPH["gru"][descriptor.reset_gate_first],  # (flag off, flag on)[flag]
+        # MPSGRAPH["gru"]: the gate orders (with the flag off, with the flag on).
+        "gate_order": MPSGRAPH["gru"][descriptor.reset_gate_first],
         "activations": activation_names(op, descriptor, PROPERTIES["gru"], hard_sigmoid),  # of r, z, n
         "reset": "after" if descriptor.reset_after else "before",
         "flip_z": descriptor.flip_z,

@@ -1,12 +1,12 @@
 """Run Apple's LSTM and LSTMGradients of MPSGraph. The docstring of `mlx_lstm.mpsgraph` describes what all ops of the
 package have in common.
 
-Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x), recurrent_weight (Wh),
-z_state (zState, the gates), cell_output_fwd (c); Apple's gate z is our g. A descriptor is an object with the options of
-an op. Each op checks its arguments, converts them to those of `mlx_lstm.lstm` or `lstm_gradients` (`translate`), and
-returns Apple's list of results. op: the name that error texts begin with. `GRADIENTS` has the arguments that have a
-gradient, in Apple's order, `PROPERTIES` the descriptor's properties that name activations. `MPSGRAPH` has Apple's gate
-orders of each cell, (flag off, flag on). E:name is an experiment that decides on a Mac what Apple's text leaves open.
+Each op checks its arguments, converts them to those of `mlx_lstm.lstm` or `lstm_gradients` (`translate`), and returns
+Apple's list of results. Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x),
+recurrent_weight (Wh), z_state (zState, the gates), cell_output_fwd (c). Apple's gate z is the gate g of
+`mlx_lstm.lstm`. A descriptor is an object with the options of an op. PROPERTIES: {cell: the descriptor's properties
+that name activations}. MPSGRAPH: {cell: Apple's gate orders, (with the flag off, with the flag on)}. E:name is an
+experiment that finds out on a Mac what Apple's text leaves open. op: the name of the function in errors.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ in `mlx_lstm.recurrence`."""
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "z_state": "gates", "cell_output_fwd": "c"}
 WORDS |= {"state_gradient": "dhT", "cell_gradient": "dcT"}
-"""All arrays that one of the two ops gets: Apple's names, and the names in `mlx_lstm.recurrence`."""
+"""{Apple's name: name in `mlx_lstm.recurrence`} of all arrays that one of the two ops gets."""
 
 
 @dataclass(kw_only=True)
@@ -216,14 +216,16 @@ def lstm_gradients(
 def translate(
     op: str, arrays: Given, descriptor: LSTMDescriptor, output_peephole: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """Check Apple's arguments of an LSTM and convert them to arguments of `mlx_lstm.recurrence`. arrays: by Apple's
-    names, None for those that the caller left out. The options are those of `lstm`."""
+    """Check Apple's arguments of an LSTM and convert them to arguments of `mlx_lstm.lstm` or `lstm_gradients`. arrays:
+    by Apple's names; an array that the caller left out is None. output_peephole, hard_sigmoid, mask_layout: the options
+    of `lstm`."""
     check_descriptor(op, descriptor, LSTMDescriptor)
     check_option(op, "output_peephole", output_peephole, ("previous", "current"))
-    # `translated` returns the arrays by the names of `mlx_lstm.lstm`; `WORDS` maps Apple's names to these.
+    # `translated` returns the arrays by the names of `mlx_lstm.lstm`; WORDS is the dict {Apple's name: this name}.
     arguments = translated(op, arrays, G=4, words=WORDS, descriptor=descriptor, mask_layout=mask_layout)
     return arguments | {
-        "gate_order": MPSGRAPH["lstm"][descriptor.forget_gate_last],  # (flag off, flag on)[flag]
+        # MPSGRAPH["lstm"]: the gate orders (with the flag off, with the flag on).
+        "gate_order": MPSGRAPH["lstm"][descriptor.forget_gate_last],
         "activations": activation_names(op, descriptor, PROPERTIES["lstm"], hard_sigmoid),  # of i, f, g, o, output
         "output_peephole": output_peephole,
     }

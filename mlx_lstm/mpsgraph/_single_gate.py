@@ -1,12 +1,11 @@
 """Run Apple's singleGateRNN and singleGateRNNGradients of MPSGraph. The docstring of `mlx_lstm.mpsgraph` describes
 what all ops of the package have in common.
 
-Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x), recurrent_weight (Wh),
-z_state (zState, an array that the gradient op reads). A descriptor is an object with the options of an op. Each op
-checks its arguments, converts them to those of `mlx_lstm.rnn` or `rnn_gradients` (`translate`), and returns Apple's
-list of results. `GRADIENTS` has the arguments that have a gradient, in Apple's order; `WORDS` maps Apple's names of
-arrays to those of `mlx_lstm.rnn`, `Z_STATES` what z_state holds to the output that holds it. E:name is an experiment
-that decides on a Mac what Apple's text leaves open.
+Each op checks its arguments, converts them to those of `mlx_lstm.rnn` or `rnn_gradients` (`translate`), and returns
+Apple's list of results. Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x),
+recurrent_weight (Wh), z_state (zState, an array that the gradient op reads). A descriptor is an object with the options
+of an op. E:name is an experiment that finds out on a Mac what Apple's text leaves open. op: the name of the function in
+errors.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bia
 in `mlx_lstm.recurrence`."""
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "state_gradient": "dhT"}
-"""All arrays but z_state that one of the two ops gets: Apple's names, and the names in `mlx_lstm.recurrence`."""
+"""{Apple's name: name in `mlx_lstm.recurrence`} of all arrays that one of the two ops gets, except z_state."""
 
 Z_STATES = {"preactivations": "gates", "activations": "h"}
 """What Apple's zState, an array that the gradient op reads, may hold. Each value is the name of the output of
@@ -110,7 +109,8 @@ def single_gate_rnn(
     training, options = descriptor.training, {"engine": engine, "stream": stream}
     options |= {"checkpoint_every": check_every(op, checkpoint_every)}
     outputs = recurrence.rnn(**call, return_gates=training, training=training, **options)
-    # h may also be zState. `distinct` makes it an array of its own, as `mx.vjp` needs.
+    # zState may be h, which is also the first result. `distinct` returns it as another array, because `mx.vjp` needs
+    # two results to be two arrays.
     return [outputs.h, *(distinct([getattr(outputs, Z_STATES[z_state_holds])]) if training else [])]
 
 
@@ -177,11 +177,12 @@ def single_gate_rnn_gradients(
 def translate(
     op: str, arrays: Given, descriptor: SingleGateRNNDescriptor, z_state_holds: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """Check Apple's arguments of a single-gate RNN and convert them to arguments of `mlx_lstm.recurrence`. arrays: by
-    Apple's names, None for those that the caller left out. The options are those of `single_gate_rnn`."""
+    """Check Apple's arguments of a single-gate RNN and convert them to arguments of `mlx_lstm.rnn` or `rnn_gradients`.
+    arrays: by Apple's names; an array that the caller left out is None. z_state_holds, hard_sigmoid, mask_layout: the
+    options of `single_gate_rnn`."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
-    # words: Apple's names of the arrays, and those of `mlx_lstm.rnn`. z_state becomes the argument "gates"
+    # words: {Apple's name of an array: its name in `mlx_lstm.rnn`}. z_state becomes the argument "gates"
     # (preactivations) or "h" (activations) of `rnn_gradients`.
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}
     (activation,) = activation_names(op, descriptor, ["activation"], hard_sigmoid)

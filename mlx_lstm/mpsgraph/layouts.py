@@ -1,12 +1,15 @@
 """Check the arguments of the MPSGraph ops and their layouts, convert masks, and make the lists of gradients.
 
-Sizes are Apple's: T time, N batch, I input, H hidden; D is 2 with `bidirectional`, else 1; G gates of the op. A layout
-is a list with one text per axis, such as ["T", "N", "4H"]; sizes has the numbers for these letters. Arrays are in dicts
-by Apple's names in Python's spelling: source (x), recurrent_weight (Wh), source_gradient (dh) and so on; `words` maps
-them to the names of `mlx_lstm.recurrence`. present: the arrays that are not None. descriptor: the object with the
-options of an op. leading_ones: names of arguments whose gradients get two leading axes of size 1. op: the function that
-error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". `check_array(op, name,
-array, shape)` raises one unless the array is of MLX, has this shape and a dtype of floats.
+The names of this module are:
+
+- Sizes as Apple writes them: T time, N batch, I input, H hidden. D: 2 with `bidirectional`, else 1. G: gates of the op.
+- A layout is a list with one string per axis, such as ["T", "N", "4H"]. sizes: {letter: number}, such as {"T": 10}.
+- arrays: a dict by Apple's names in Python's spelling: source (x), recurrent_weight (Wh), source_gradient (dh) and so
+  on. present: the arrays that are not None. words: {Apple's name: the name in `mlx_lstm.recurrence`}.
+- descriptor: the object with the options of an op.
+- leading_ones: names of arguments whose gradients get two leading axes of size 1.
+- op: the name of the function in errors. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+  `check_array(op, name, array, shape)` raises it unless the argument is an MLX array of floats with this shape.
 """
 
 import re
@@ -27,7 +30,7 @@ MASK_LAYOUTS = ("channels", "directions", "steps")
 """The values of the option mask_layout, the default first."""
 
 REQUIRED = ("source", "recurrent_weight", "source_gradient", "z_state", "cell_output_fwd", "output_fwd")
-"""The arguments that must not be None, in every op that has them."""
+"""The names of arguments that must not be None in any op that has them."""
 
 Given = dict[str, mx.array | None]
 """An op's arrays by their names in Python; None for arguments that the caller left out."""
@@ -41,10 +44,9 @@ def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]
     of gates. projects: whether the op multiplies source by an input_weight."""
     D = 2 if bidirectional else 1
     direction_axis = ["2"] if bidirectional else []  # the first axis of arrays with one entry per direction
-    # Texts for the widths H, D H, G H and D G H, such as "H" and "8H".
+    # The sizes H, D H, G H and D G H as strings, such as "8H".
     H, DH, GH, DGH = ("H" if n == 1 else f"{n}H" for n in (1, D, G, D * G))
     sequence, state = ["T", "N", DH], ["N", DH]
-    # DH is D H, GH is G H, DGH is D G H.
     axes = {"source": ["T", "N", "I" if projects else DGH], "recurrent_weight": [*direction_axis, GH, H]}
     axes |= {"input_weight": [DGH, "I"], "bias": [DGH], "secondary_bias": [DH], "peephole": [*direction_axis, GH]}
     axes |= dict.fromkeys(LEADING_ONE, state)  # the states and their gradients
@@ -56,8 +58,8 @@ def translated(
     op: str, arrays: Given, G: int, words: dict[str, str], descriptor: Any, mask_layout: str
 ) -> dict[str, Any]:
     """Check the layouts of an op's arrays, and convert the arrays and the direction to arguments of
-    `mlx_lstm.recurrence`. G: the op's number of gates. words: Apple's names, and the names of these arguments.
-    mask_layout: what the axes of the mask are, see `MASK_LAYOUTS`."""
+    `mlx_lstm.recurrence`. arrays: by Apple's names. G: the op's number of gates. words: {Apple's name: the argument's
+    name}. mask_layout: what the axes of the mask are, one of `MASK_LAYOUTS`."""
     present = check_layouts(op, arrays, G, descriptor.bidirectional)
     check_option(op, "mask_layout", mask_layout, MASK_LAYOUTS)
     if mask_layout != MASK_LAYOUTS[0] and "mask" not in present:  # another value than the default needs a mask
@@ -73,7 +75,7 @@ def translated(
 def check_layouts(op: str, arrays: Given, G: int, bidirectional: bool) -> dict[str, Any]:
     """Check the layout of every array but the mask. Return the arrays that are not None, with states as [N, .], without
     a leading axis of 1. arrays: by Apple's names. G: the op's number of gates. `REQUIRED` names the arrays that must
-    not be None, `LEADING_ONE` the states."""
+    not be None, `LEADING_ONE` the states. N: the batch size."""
     present: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None or name in REQUIRED}
     expected = layouts(G, bidirectional, "input_weight" in present)
     for name in present.keys() & set(REQUIRED):
@@ -88,7 +90,7 @@ def check_layouts(op: str, arrays: Given, G: int, bidirectional: bool) -> dict[s
     source, H = present["source"], present["recurrent_weight"].shape[-1]
     sizes = dict(zip("TNI", source.shape, strict=True)) | {"H": H}
     for name, array in present.items():
-        if name == "mask":  # `check_mask` does it
+        if name == "mask":  # `check_mask` checks it
             continue
         check_array(op, title(name), array, None, source.dtype)  # None: the shape is checked below
         shape = list(array.shape)
@@ -121,11 +123,13 @@ def title(name: str) -> str:
 
 def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -> mx.array:
     """Check the mask and convert it to the mask of `mlx_lstm.recurrence`, which broadcasts to [N, D H] or, with
-    mask_layout "steps", to [T, N, D H]. arrays: the op's arrays by Apple's names."""
+    mask_layout "steps", to [T, N, D H]. arrays: the op's arrays by Apple's names. T, N, D, H: steps, batch, directions,
+    units."""
     mask, source, H = arrays["mask"], arrays["source"], arrays["recurrent_weight"].shape[-1]
     check_array(op, "mask", mask, None, source.dtype)  # None: its shape is checked below
     (T, N, _), D, DH = source.shape, 2 if bidirectional else 1, "2H" if bidirectional else "H"
-    # DH: the width of the mask as text. expected: the rule as text. shape: what the mask must broadcast to.
+    # DH: the width of the mask as a string. expected: the rule for the error text. shape: what the mask must broadcast
+    # to.
     expected, shape = {
         "channels": (f"broadcast to [N, {DH}]", (1, N, D * H)),
         "steps": (f"broadcast to [T, N, {DH}]", (T, N, D * H)),
@@ -159,19 +163,22 @@ def check_descriptor(op: str, descriptor: Any, kind: type) -> None:
 
 
 def check_leading_ones(op: str, leading_ones: object, allowed: Sequence[str]) -> None:
-    """Check `leading_ones`, the names of the arguments whose gradients get two more axes of length 1 in front: a
-    sequence of names that `allowed` contains."""
-    if isinstance(leading_ones, str) or not isinstance(leading_ones, Sequence) or set(leading_ones) - set(allowed):
+    """Check that `leading_ones` is a sequence of names out of `allowed`. It names the arguments whose gradients get two
+    leading axes of size 1."""
+    names = None if isinstance(leading_ones, str) or not isinstance(leading_ones, Sequence) else leading_ones
+    if names is None or not all(name in allowed for name in names):
         fail(op, f"leading_ones must be a sequence out of {', '.join(map(repr, allowed))}", repr(leading_ones))
 
 
 def gradient_list(
     gradients: Arrays, words: dict[str, str], arrays: Given, leading_ones: Sequence[str]
 ) -> list[mx.array]:
-    """Return Apple's list of gradients: in the order of `words`, without gradients of arguments that are None.
+    """Return the gradients as Apple's list: in the order of `words`, without gradients of arguments that are None.
 
-    A gradient has the layout of its argument; the gradient of a state has no leading 1. Gradients of the names in
-    `leading_ones` get two leading axes of 1. `words` maps Apple's names to the keys of `gradients`.
+    gradients: the result of a gradient function of `mlx_lstm.recurrence`, by its names. words: {Apple's name: name in
+    `gradients`}. arrays: the op's arguments by Apple's names. leading_ones: the names of the arguments whose gradients
+    get two leading axes of size 1. All other gradients have the layout of their argument, but the gradient of a state
+    never has a leading axis of 1.
     """
     present = {name: gradients[word] for name, word in words.items() if arrays.get(name) is not None}
     return [array[None, None] if name in leading_ones else array for name, array in present.items()]

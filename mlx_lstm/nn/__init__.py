@@ -1,9 +1,12 @@
-"""Layers for MLX models that take the place of the recurrent layers of `mlx.nn`.
+"""Layers for MLX models that replace the recurrent layers of `mlx.nn`.
 
-`replace` puts these layers into a model; `patched` does so in a model that other code builds. `stack` runs lists of
-layers as one: several layers, both directions, lengths, last states. `from_weights` makes a layer with any option from
-weights of any format. `Pointwise` is a layer with a cell of the user's own. `precision` runs a model in 16 bits.
-`stepper` runs layers one time step at a time. `quantize` quantizes the layers of a model, recurrent ones included.
+- `LSTM`, `GRU`, `RNN` equal the layers of the same names in `mlx.nn`. `QuantizedLSTM` and so on have quantized weights.
+- `replace` puts these layers into a model. `patched` does so while other code builds a model.
+- `stack` runs a list of layers as one: several layers, both directions, lengths, last states.
+- `stepper` runs layers one time step at a time.
+- `from_weights` makes a layer with any option from weights of any format.
+- `Pointwise` is a layer with a cell that the user writes.
+- `precision` runs a model in 16 bits. `quantize` quantizes all layers of a model, including the recurrent layers.
 """
 
 from typing import Any
@@ -24,7 +27,8 @@ __all__ += ["Stepper", "from_weights", "patched", "precision", "quantize", "repl
 
 
 def __getattr__(name: str) -> Any:
-    """Raise AttributeError; for Keras' Bidirectional the text says what runs both directions."""
+    """Raise AttributeError for a name that this module does not have. For Keras' name Bidirectional the text says what
+    runs both directions here."""
     if name == "Bidirectional":
         both = "mlx_lstm.nn.stack(layers, x, reverse=others) and mlx_lstm.torch.LSTM(..., bidirectional=True)"
         raise AttributeError(f"mlx_lstm.nn has no {name}: {both} run both directions")

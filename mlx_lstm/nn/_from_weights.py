@@ -1,10 +1,10 @@
 """Make a layer with any option of the cell from weights of any format.
 
-A `Weights` is a stack of layers in one form for all formats, with a cell (the formula and its options). B: sequences,
-T: steps, I: input features, H: units, P: the width of h, or of the projection (0 without one), K: layers, D:
-directions. `Call` runs one layer. `to_ops` returns the arrays of each layer by the argument names of the op. `fail(OP,
-rule, got)` raises the ValueError "[nn.from_weights] rule but got ..."; `check_array(OP, name, array, shape)` checks a
-shape, in which a text stands for any size.
+A `Weights` has the weights of a stack of layers, in the same layout for all file formats, and the cell (the formula and
+its options). B: sequences, T: steps, I: input features, H: units, P: the width of h, K: layers, D: directions. `Call`
+runs one layer. `to_ops` returns for each layer a dict of arrays by the argument names of `lstm`, `gru` or `rnn`.
+`fail(OP, rule, got)` raises the ValueError "[nn.from_weights] rule but got ..."; `check_array(OP, name, array, shape)`
+checks a shape, in which a string such as "B" stands for any size.
 """
 
 from collections.abc import Sequence
@@ -35,15 +35,15 @@ OP = "nn.from_weights"
 """The function that error texts begin with."""
 
 REVERSE = "layers must run forward, because the reverse direction starts at the end of the sequence,"
-"""The reason, in an error text, why a stepper refuses layers that run in reverse."""
+"""The rule in the error of a stepper that refuses layers which run in reverse."""
 
 
 class Recurrence(nn.Module):
     """A stack of layers with any options of `mlx_lstm.lstm`, `gru` or `rnn`; `from_weights` makes one.
 
-    Parameters: `layers`, a list with the arrays of each layer by the names of the op's arguments: `Wx`, `Wh`, and,
-    where the layer has them, `b`, `bhn`, `Wp`, `peephole`. The arrays of both directions are joined, as the op takes
-    them.
+    Parameters: `layers`, a list with one dict per layer. A dict has the arrays of its layer by the names of the
+    function's arguments: `Wx`, `Wh`, and, where the layer has them, `b`, `bhn`, `Wp`, `peephole`. One array has both
+    directions, as the function takes them with `bidirectional=True`.
     """
 
     op: str = OP
@@ -74,7 +74,8 @@ class Recurrence(nn.Module):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, Any]:
-        """Return the last layer's h at every step, and the last states of all layers.
+        """Return the last layer's h at every step, and the last states of all layers. Sizes: B sequences, T time steps,
+        I input features, H hidden units, P the width of h.
 
         Args:
             x (array): [B, T, I].
@@ -83,7 +84,7 @@ class Recurrence(nn.Module):
                 projection's width. Default: zeros.
             lengths (integer array or list, optional): [B], the number of steps of each sequence, in 0..T.
             keep (array, optional): [B, T], a factor on the states of every layer before each step.
-            hold (array or list, optional): [B, T], steps that leave the states of every layer as they are.
+            hold (array or list, optional): [B, T], true at steps that leave the states of every layer unchanged.
 
         Returns:
             tuple: the output [B, T, D P], and the last states, shaped as `state`; in the dtype to which x, states and
@@ -107,10 +108,10 @@ class Recurrence(nn.Module):
         options: dict[str, Any] = {"hold": steps.pop("hold", None), "lengths": whole_lengths(OP, lengths, B, T)}
         options |= {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "batch_first": True}
         call = Call(cell, self._is_reverse, D == 2, lengths_checked=True, **options)
-        # rows: by state the first states of each layer. last: the outputs of each layer, with its last states.
+        # rows: {"h" or "c": the first states of each layer}. last: the outputs of each layer, also its last states.
         rows, last = {name: split_states(D, array) for name, array in first.items()}, []
         for k, layer in enumerate(self.layers):
-            # The arguments of the op for this layer: its parameters, its input, and its first states h0 and c0.
+            # The arguments of the call for this layer: its parameters, its input, and its first states h0 and c0.
             arrays = layer | {"x": x} | {f"{name}0": array[k] for name, array in rows.items()}
             outputs, choice = call.forward(in_dtype(arrays, dtype) | steps, return_gates=False, training=self.training)
             last.append(outputs)
@@ -122,6 +123,7 @@ class Recurrence(nn.Module):
 
     def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
         """Return a `Stepper`: an object that runs one time step of all layers per call and keeps the states inside.
+        Sizes: I input features, P the width of h; "..." stands for the batch axes.
 
         Args:
             batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none.
@@ -138,14 +140,15 @@ class Recurrence(nn.Module):
             fail(op, REVERSE, "both directions" if self._sizes[0] == 2 else "the reverse direction")
         # read: returns each layer's cell, parameters and engine; the stepper calls it again if parameters have changed.
         read = lambda: [(self._cell, arrays, self.engine) for arrays in self.layers]  # noqa: E731
-        # is_stack: also the states of a single layer are [1, ..., H], as this class takes and returns them.
+        # is_stack=True: the states of a single layer are [1, ..., H], too, as this class takes and returns them.
         return Stepper(op, read, self.layers, batch=batch, is_stack=True)
 
 
 def from_weights(
     weights: Weights, *, checkpoint_every: int | str | None = None, engine: Engine | None = None
 ) -> Recurrence:
-    """Return a trainable layer with these weights. Their cell may have any options.
+    """Return a trainable layer with these weights. Their cell may have any options. Sizes: B sequences, T time steps, I
+    input features.
 
     Use it for weights that `LSTM`, `GRU` and `RNN` cannot hold: several layers, both directions, a GRU that resets
     before the product (ONNX's default), peepholes, a clip, other activations, a projection. The layer equals
@@ -160,8 +163,8 @@ def from_weights(
     Returns:
         Module: called as `layer(x, state, lengths=, keep=, hold=)` with x [B, T, I], it returns the output [B, T, D P]
         and the last states. D is the number of directions, P the width of h. `stack` describes the shapes of the states
-        and the three options: lengths of sequences, factors on the states, steps that leave the states as they are.
-        Gate order i, f, g, o or r, z, n.
+        and the three options: lengths of sequences, factors on the states, steps that leave the states unchanged. The
+        parameters have the gate order i, f, g, o (LSTM) or r, z, n (GRU).
 
     Raises:
         ValueError: an argument breaks a rule.

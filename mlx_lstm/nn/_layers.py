@@ -1,17 +1,18 @@
 """The recurrent layers of `mlx.nn`, computed by `mlx_lstm.recurrence`, with float or quantized weights.
 
-`Layer` is the base class: it has the constructor, the checks, and the call of the recurrence. A subclass adds its cell,
-its number of gates (`_gates`), and `_names`, {parameter in `mlx.nn`: argument}. The call itself, `Call`, takes arrays
-by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn, h0, c0.
+`Layer` is the base class: it has the constructor, the checks, and the call of the recurrence. A subclass adds its cell
+(the formula), its number of gates (`_gates`), and `_names`, {parameter: argument of `mlx_lstm.lstm`, `gru` or `rnn`}.
 
-D: features of the input (input_size; `mlx.nn` prints it as input_dims), H: hidden units (hidden_size), L: time steps,
-B: sequences, "...": any number of batch axes. hidden and cell are the states h and c. keep: a factor on the states
-before a step; hold: steps that leave the states unchanged; lengths: the number of steps of each sequence. op: the name
-that error texts begin with, such as "nn.LSTM"; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
-`NormOptions` are the options of layer normalisation without arrays, as a cell holds them; `norm_given` makes the `Norm`
-of a user from them. NONLINEARITIES: the functions that `mlx_lstm.rnn` has as activations; `activation_of` returns the
-activation's name of such a function. `advised` adds advice to the errors of a method that gets unknown options.
-NO_UNITS: why 0 units are refused, for an error text.
+- D: features of the input (input_size; `mlx.nn` prints it as input_dims), H: hidden units (hidden_size), L: time steps,
+  B: sequences, "...": any number of batch axes. hidden and cell are the states h and c.
+- keep: a factor on the states before a step. hold: steps that leave the states unchanged. lengths: the number of steps
+  of each sequence.
+- op: the name of the layer in errors, such as "nn.LSTM". `fail(op, rule, got)` raises the ValueError "[op] rule but got
+  ...". `advised` adds advice to the error of a method that gets an option which it does not have.
+- `NormOptions` has the options of layer normalisation without arrays. `norm_given` returns the `Norm` that a user would
+  write for them.
+- NONLINEARITIES: the functions that `mlx_lstm.rnn` has as activations. `activation_of` returns the name of such an
+  activation.
 """
 
 import math
@@ -66,7 +67,7 @@ class Layer(Advised):
     engine: Engine | None
     checkpoint_every: int | str | None
     engine_used = engine_used
-    _norm: NormOptions | None = None  # the layer normalisation; a layer that `replace` made has none
+    _norm: NormOptions | None = None  # the options of layer normalisation; None without it
     _gates: int  # number of gates: a weight matrix has H rows for each gate
     _names: ClassVar[dict[str, str]]  # {parameter: argument of mlx_lstm.lstm, gru or rnn}, the input weight first
 
@@ -77,20 +78,21 @@ class Layer(Advised):
         super().__init__()
         I = check_integer(self.op, "input_size", input_size, least=1)
         H = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
-        # An integer in the place of bias is probably the number of layers, as in torch.
+        # If bias is an integer, the user probably means the number of layers, which is torch's third argument.
         check_flag(self.op, "bias", bias, " (nn.stack runs several layers)" if type(bias) is int else "")
         self.hidden_size = H
         self.engine = check_engine(self.op, engine)
         self.checkpoint_every = check_every(self.op, checkpoint_every)
         rows, scale = self._gates * H, 1.0 / math.sqrt(H)
         shapes = {"Wx": (rows, I), "Wh": (rows, H), "b": (rows,), "bhn": (H,)}
-        # shapes: by argument. Draw in the order of mlx.nn's layer, so that the same seed gives the same parameters.
+        # Draw in the same order as the layer of mlx.nn, so that the same random seed gives the same parameters.
         for name, argument in self._names.items():
             is_absent = argument in ("b", "bhn") and not bias
             setattr(self, name, None if is_absent else mx.random.uniform(-scale, scale, shapes[argument]))
 
     def _add_norm(self, cell: Cell, layer_norm: bool | Norm) -> None:
-        """Check the option `layer_norm` of a layer of this cell, and add the parameters of layer normalisation."""
+        """Check the option `layer_norm`, and add the parameters of layer normalisation to the layer. cell: the layer's
+        cell without layer normalisation."""
         norm = layer_norm_of(self.op, cell, layer_norm)
         if norm is None:
             return
@@ -100,7 +102,8 @@ class Layer(Advised):
 
     def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
         """Return a `Stepper`: an object that runs one time step per call and keeps the states inside. It computes the
-        same as the method `step` with much less work per step, but has no gradient.
+        same as the method `step` with much less work per step, but has no gradient. Sizes: D features, H hidden units;
+        "..." stands for the batch axes.
 
         Args:
             batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none, the input is
@@ -151,16 +154,15 @@ class Layer(Advised):
         """Return the parameters as a dict by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, without biases
         that are `None`."""
         arrays = {}
-        # A bias that is None is left out. A missing matrix, or an array of NumPy, is an error, which `_parameter`
-        # raises.
+        # Leave out a bias that is None. For a missing matrix, or an array of NumPy, `_parameter` raises an error.
         for name, argument in self._names.items():
             if name in self or argument in ("Wx", "Wh") or getattr(self, name) is not None:
                 arrays[argument] = self._parameter(name)
         return arrays | self._norm_arrays()
 
     def _norm_arrays(self) -> dict[str, Any]:
-        """Return the parameters of layer normalisation that the layer has, as {name: array}. A name is that of the
-        layer's attribute and of the argument of a call."""
+        """Return {name: array} of the layer's parameters of layer normalisation. The attribute of the layer and the
+        array of a `Call` have the same name, such as "norm_scale"."""
         names = () if self._norm is None else layer_norm_arrays(self._norm, self._gates, self.hidden_size)
         return {name: self._parameter(name) for name in names if getattr(self, name, None) is not None}
 
@@ -174,14 +176,17 @@ class Layer(Advised):
         *,
         is_step: bool = False,
     ) -> list[mx.array]:
-        """Run all time steps and return the states at every step, h and for an LSTM c: each [..., L, H]. With
-        `is_step`, x is [..., D] and the results are [..., H]. The other arguments are as in `LSTM.__call__`.
+        """Run all time steps. Return the states at every step, h and for an LSTM c, each [..., L, H]. With `is_step`
+        run one step: x is [..., D] and the results are [..., H]. L: steps, D: features, H: hidden units; "...": the
+        batch axes.
 
-        `states` holds the states before the first step by the names of the caller's arguments, "hidden" and "cell";
-        None stands for zeros. The results have the dtype to which x, the parameters and the states promote.
+        states: the states before the first step by the names of the caller's arguments, "hidden" and "cell"; None
+        stands for zeros. lengths [...]: the number of steps of each sequence. keep [..., L]: a factor on the states
+        before each step. hold [..., L]: true at steps that leave the states unchanged. The results have the dtype to
+        which x, the parameters and the states promote.
         """
         op, cell, arrays = self.op, self._cell(), self._arrays()
-        D, H = arrays["Wx"].shape[1], arrays["Wh"].shape[1]  # of a `Quantized`, too: its shape is the float matrix's
+        D, H = arrays["Wx"].shape[1], arrays["Wh"].shape[1]  # a `Quantized` has the shape of its float matrix
         check_input(op, x, D, arrays["Wx"], is_step)
         batch, L = (x.shape[:-1], 1) if is_step else (x.shape[:-2], x.shape[-2])
         for argument, (name, array) in zip(("h0", "c0"), states.items(), strict=False):  # a GRU has no c0
@@ -192,9 +197,9 @@ class Layer(Advised):
         shape = (*batch, H) if is_step else (*batch, L, H)
         if 0 in batch:
             return [mx.zeros(shape, dtype)] * len(states)
-        # The functions of `mlx_lstm` take exactly one batch axis: x becomes [B, L, D], or [B, D], and the states become
-        # [B, H]. run_small(function, array) computes a reshape; NumPy is faster if the call computes immediately on the
-        # CPU. With one batch axis nothing is reshaped.
+        # `Call` takes exactly one batch axis. With none or several, reshape x to [B, L, D] or [B, D], and the states to
+        # [B, H]. run_small(function, array) applies a reshape: by NumPy if the call computes immediately on the CPU,
+        # because this is faster there, else by MLX.
         run_small = by_numpy if len(batch) != 1 and computes_now(self.engine) else by_mlx
         if len(batch) != 1:
             for name in [name for name in ("x", "h0", "c0") if name in arrays]:
@@ -202,14 +207,15 @@ class Layer(Advised):
                 arrays[name] = run_small(methodcaller("reshape", (-1, *features)), arrays[name])
             lengths = flat_lengths(op, lengths, batch)
         if keep is not None or hold is not None:
-            # The options, checked and broadcast to all batch axes and steps; the engine gets them with one batch axis.
+            # steps: keep and hold, checked and broadcast to all batch axes and steps. Join the batch axes to one.
             steps = whole_steps(op, keep, hold, batch if is_step else (*batch, L), "[...]" if is_step else "[..., L]")
             hold = steps["hold"].reshape(-1, L) if hold is not None else None
             if keep is not None:
                 arrays["keep"] = steps["keep"].reshape((1, -1) if is_step else (-1, L))
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "lengths": lengths, "hold": hold}
         call = Call(cell, batch_first=not is_step, one_step=is_step, **options, op=op)
-        # A step returns the last states; a call the states of all steps, so it does not want the last ones.
+        # A step returns the last states, hT and cT. A call over a sequence returns h and c of all steps, so it does not
+        # want the last states.
         outputs, choice = call.forward(arrays, return_gates=False, training=self.training, wants_last=is_step)
         vars(self)["_engine_used"] = choice  # in `vars`, because MLX would count a tuple attribute as parameters
         names = (("hT", "cT") if is_step else ("h", "c"))[: len(states)]
@@ -232,7 +238,7 @@ class LSTM(Layer):
 
     Parameters: `Wx` [4H, D], `Wh` [4H, H], `bias` [4H]; gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
-    A layer is one direction of one layer. `mlx_lstm.nn.stack` runs several layers and both directions, and
+    This class is a single layer in one direction. `mlx_lstm.nn.stack` runs several layers and both directions;
     `mlx_lstm.torch.LSTM` has them as options.
 
     In evaluation mode (`layer.eval()`) a call saves nothing for the gradient, so it takes less memory; a gradient
@@ -243,11 +249,11 @@ class LSTM(Layer):
         input_size (int): size of the features, D.
         hidden_size (int): size of the hidden state, H.
         bias (bool): whether there is a bias. Default: `True`.
-        layer_norm (bool or Norm): layer normalisation inside the step. `True`: of both products and of c, as in Ba et
-            al. (2016) and haste, `mlx_lstm.Norm(c="output")`; or another `Norm` without arrays. The arrays are
-            parameters, `norm_scale`, `norm_input_scale` and so on: a scale for everything that is normalised, and a
-            shift where `bias` does not do the same, for c and a sum. `mlx.nn.LSTM` has no such option. Default:
-            `False`.
+        layer_norm (bool or Norm): layer normalisation inside the step. `True`: both products and c are normalised, as
+            in Ba et al. (2016) and haste; this is `mlx_lstm.Norm(c="output")`. Or another `Norm` without arrays. The
+            scales and shifts are parameters of the layer, `norm_scale`, `norm_input_scale` and so on. Everything that
+            is normalised has a scale; only c and a sum have a shift, because `bias` shifts a product. `mlx.nn.LSTM` has
+            no such option. Default: `False`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
             other steps again for the gradient, as in `mlx_lstm.lstm`. Also an attribute. Default: `None`, save all.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Also an attribute. Default: the best for the
@@ -302,7 +308,8 @@ class LSTM(Layer):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
-        """Return the hidden and the cell state at every step.
+        """Return the hidden and the cell state at every step. Sizes: L time steps, D features, H hidden units; "..."
+        stands for the batch axes.
 
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
@@ -313,7 +320,8 @@ class LSTM(Layer):
                 of sequence n is at step `lengths[n] - 1`. `mlx.nn.LSTM` has no lengths, keep and hold.
             keep (array, optional): [..., L], a factor on both states before each step, as in `mlx_lstm.lstm`: 0 where
                 an episode begins.
-            hold (array or list, optional): [..., L], steps that leave both states as they are, as in `mlx_lstm.lstm`.
+            hold (array or list, optional): [..., L], true at steps that leave both states unchanged, as in
+                `mlx_lstm.lstm`.
 
         Returns:
             tuple: all hidden states and all cell states, each [..., L, H], in the dtype to which x, the parameters and
@@ -338,7 +346,8 @@ class LSTM(Layer):
         keep: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Return the hidden and the cell state after one step, for input that arrives one step at a time: frames of
-        sound, moves of a game, or text that a model generates.
+        sound, moves of a game, or text that a model generates. Sizes: D features, H hidden units; "..." stands for the
+        batch axes.
 
         The results equal the results of a call with `x[..., None, :]`, but have no axis of time. `engine_used`,
         gradients and `mx.compile` work as for a call. On a CPU a step takes less time than a call.
@@ -387,8 +396,8 @@ class GRU(Layer):
     Args:
         input_size, hidden_size (int): the sizes D of the features and H of the state.
         bias (bool): whether there are the biases b and bhn. Default: `True`.
-        layer_norm (bool or Norm): layer normalisation inside the step, as in `LSTM`; `True` is of both products, as in
-            haste. Default: `False`.
+        layer_norm (bool or Norm): layer normalisation inside the step, as in `LSTM`; `True` normalises both products,
+            as in haste. Default: `False`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
@@ -439,14 +448,15 @@ class GRU(Layer):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> mx.array:
-        """Return the hidden state at every step.
+        """Return the hidden state at every step. Sizes: L time steps, D features, H hidden units; "..." stands for the
+        batch axes.
 
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
             hidden (array, optional): the hidden state to start from, [..., H]. Default: zeros.
             lengths (integer array or list, optional): [...], the number of steps of each sequence, as in `LSTM`.
             keep (array, optional): [..., L], a factor on the state before each step, as in `LSTM`.
-            hold (array, optional): [..., L], True at steps that leave the state as it is, as in `LSTM`.
+            hold (array, optional): [..., L], true at steps that leave the state unchanged, as in `LSTM`.
 
         Returns:
             array: all hidden states, [..., L, H], in the dtype to which x, the parameters and the first state promote.
@@ -454,7 +464,8 @@ class GRU(Layer):
         return self._run(x, {"hidden": hidden}, lengths, keep, hold)[0]
 
     def step(self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None) -> mx.array:
-        """Return the hidden state after one step, for input that arrives one step at a time, as in `LSTM.step`.
+        """Return the hidden state after one step, for input that arrives one step at a time, as in `LSTM.step`. Sizes:
+        D features, H hidden units; "..." stands for the batch axes.
 
         Args:
             x (array): [..., D], without an axis of time; any number of batch axes, none included.
@@ -490,7 +501,7 @@ class RNN(Layer):
     Args:
         input_size, hidden_size (int): the sizes D of the features and H of the state.
         bias (bool): whether there is a bias. Default: `True`.
-        layer_norm (bool or Norm): layer normalisation inside the step, as in `LSTM`; `True` is of both products.
+        layer_norm (bool or Norm): layer normalisation inside the step, as in `LSTM`; `True` normalises both products.
             Default: `False`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
@@ -548,17 +559,19 @@ class RNN(Layer):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> mx.array:
-        """Return the hidden state at every step, [..., L, H], for x [..., L, D].
+        """Return the hidden state at every step, [..., L, H], for x [..., L, D]. Sizes: L time steps, D features, H
+        hidden units; "..." stands for the batch axes.
 
         The other arguments are optional. `hidden` [..., H]: the state before the first step. `lengths` [...]: the
         number of steps of each sequence. `keep` [..., L]: factors on the state before each step. `hold` [..., L]: true
-        at steps that leave the state as it is. `LSTM` explains them further.
+        at steps that leave the state unchanged. `LSTM` explains them further.
         """
         return self._run(x, {"hidden": hidden}, lengths, keep, hold)[0]
 
     def step(self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None) -> mx.array:
         """Return the hidden state after one step, [..., H]. x is [..., D], `hidden` [..., H] is the state before the
-        step (default: zeros), and `keep` [...] is a factor on this state: 0 where an episode begins."""
+        step (default: zeros), and `keep` [...] is a factor on this state: 0 where an episode begins. D: features, H:
+        hidden units; "...": the batch axes."""
         return self._run(x, {"hidden": hidden}, keep=keep, is_step=True)[0]
 
     def _run(
@@ -571,13 +584,13 @@ class RNN(Layer):
         *,
         is_step: bool = False,
     ) -> list[mx.array]:
-        """Run all time steps, as `Layer._run` does. With a nonlinearity that `mlx_lstm.rnn` does not have,
-        `mlx_lstm.pointwise` runs them."""
+        """Run all time steps, as `Layer._run` does. If `mlx_lstm.rnn` does not have the nonlinearity as an activation,
+        run them by `mlx_lstm.pointwise`, which generates code for any function."""
         check_nonlinearity(self.nonlinearity)
         if any(self.nonlinearity is function for function in NONLINEARITIES):
             return super()._run(x, states, lengths, keep, hold, is_step=is_step)
         op, arrays, hidden = self.op, self._arrays(), states["hidden"]
-        # `pointwise` takes no quantized weights. So here `activation_of` raises its error for an unknown function.
+        # `pointwise` takes no quantized weights. So raise the error of `activation_of` about an unknown function.
         if any(isinstance(array, Quantized) for array in arrays.values()):
             activation_of(self.nonlinearity)
         (_, D), H = arrays["Wx"].shape, self.hidden_size
@@ -597,16 +610,17 @@ class RNN(Layer):
         options |= {"lengths": flat_lengths(op, lengths, tuple(batch)), "checkpoint_every": self.checkpoint_every}
         # `pointwise` takes x [L, B, D], with one batch axis and the time first.
         given = arrays["Wx"], arrays["Wh"], arrays.get("b"), [arrays["h0"].reshape(-1, H)]
-        # A method of the nonlinearity: two such cells with the same function are equal, so it is traced (turned into a
-        # graph of operations) only once.
+        # cell: `activated` bound to the nonlinearity as a method. Two such methods of the same function are equal; two
+        # lambdas would not be. So `pointwise` traces the cell (finds its graph of operations) only once.
         cell, x = MethodType(activated, self.nonlinearity), arrays["x"].reshape(-1, L, D).swapaxes(0, 1)
         try:
             h, _ = pointwise(cell, x, *given, **options, training=self.training, engine=self.engine)
-        except ValueError as error:  # the user passed a nonlinearity, not the cell that the text names
+        # The user passed a nonlinearity. So change an error text about "the cell" into one about the nonlinearity.
+        except ValueError as error:
             begin, named, rule = str(error).partition("[pointwise] the cell must")
-            if begin or not named:  # another error, not one about the cell
+            if begin or not named:  # the error is not about the cell
                 raise
-            # Leave out where the text names the cell, " in activated ...", and end the sentence there.
+            # The text names our function `activated`, which the user does not know: end the sentence before that.
             rule, cell_named, _ = rule.partition(f" in {activated.__name__}")
             raise ValueError(f"[{op}] nonlinearity must{rule}" + "." * bool(cell_named)) from None
         h = h.swapaxes(0, 1).reshape(*batch, L, H)
@@ -714,22 +728,23 @@ def check_nonlinearity(nonlinearity: object) -> None:
 def activated(
     function: Callable[[mx.array], mx.array], a: tuple[mx.array, ...], state: tuple[mx.array, ...]
 ) -> tuple[mx.array, ...]:
-    """Return (new h,): the cell of a plain RNN with any activation, as `mlx_lstm.pointwise` takes a cell. a: one
-    preactivation, because the cell has one gate. The old state is in a already, by its product with Wh, so `state` is
-    not read."""
+    """Compute a step of a plain RNN with the activation `function`: a cell as `mlx_lstm.pointwise` takes it. a: a tuple
+    of one preactivation, because the cell has one gate; it contains h Wh^T of the old h, so `state` is not read. Return
+    a tuple of the new h."""
     return (function(a[0]),)
 
 
 def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
-    """Check that x is a layer's input [..., L, D], or the input [..., D] of a step. Wx: the input weight, for which a
-    wrong D may be the sign that another kind of file was loaded."""
+    """Check that x is a layer's input [..., L, D], or the input [..., D] of a step. D: the columns of the weight Wx. If
+    x has another D, first check whether the wrong kind of weights, quantized or float, was loaded into the layer. L:
+    steps; "...": the batch axes."""
     if not isinstance(x, mx.array):
         fail(op, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:
         fail(op, "x must be real", x.dtype)
-    # is_step counts as 1: x of a step has no axis of time. The axes L and D must not be empty.
+    # is_step counts as 1, because the x of a step has no time axis. The axes L and D must not be empty.
     if x.ndim < 2 - is_step or x.shape[-1] != D or 0 in x.shape[-2 + is_step :]:
-        check_loaded(op, Wx)  # first, since packed weights in a float layer, or the reverse, give a wrong D
+        check_loaded(op, Wx)  # first, because the wrong kind of weights has another number of columns
         axes, least = ("", "") if is_step else ("L, ", " with at least one step")
         fail(op, f"x must have shape [..., {axes}D = {D}]{least}", f"shape {list(x.shape)}")
 
@@ -747,8 +762,8 @@ def check_loaded(op: str, Wx: Weight) -> None:
 
 
 def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:
-    """Return an initial state `array`, broadcast to `shape` [..., H], where ... are the batch axes of x. name: the
-    argument, "hidden" or "cell". x is needed for the error text only."""
+    """Check the first state `array`. Return it broadcast to `shape`, [..., H] with the batch axes of x. name: the
+    argument, "hidden" or "cell". x: the layer's input, for the error text only."""
     if not isinstance(array, mx.array):
         both = isinstance(array, tuple) and op.endswith("LSTM")
         instead = ": pass hidden and cell, not a tuple," if both else instead_of(array)
@@ -759,7 +774,7 @@ def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx
         return array if array.shape == shape else mx.broadcast_to(array, shape)
     except ValueError:
         time = ["time"] * (x.ndim - len(shape))  # empty for a step, whose x has no axis of time
-        # The batch axes of x: none, "batch", or "batch, ..." for several.
+        # axes: the names of the axes of x. Its batch axes are written as nothing, "batch", or "batch, ..." for several.
         axes = ", ".join([*["batch", "..."][: len(shape) - 1], *time, "features"])
         rule = f"{name} must have shape {list(shape)}, as x is [{axes}] = {list(x.shape)}"
         if array.ndim > len(shape) and time:
@@ -768,7 +783,7 @@ def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx
 
 
 def flat_lengths(op: str, lengths: Any, batch: tuple[int, ...]) -> Any:
-    """Check a layer's lengths, whose axes are the batch axes of x (none, one or several), and return them as [B]."""
+    """Check that a layer's option `lengths` has the batch axes of x (none, one or several). Return it as [B]."""
     if lengths is None:
         return None
     try:

@@ -1,9 +1,10 @@
 """`Pointwise`, a recurrent layer whose cell is a function that the user writes.
 
 B: sequences, L: time steps, D: features of the input, H: units, G: gates. `OwnCell` is the function with its
-options, (function, gates, states, params, apart, recurrent, norm). `norm_given` makes the `Norm` of a user from the
-options of layer normalisation and their arrays. `fail(OP, rule, got)` raises the ValueError "[nn.Pointwise] rule but
-got ..."; `check_array(OP, name, array, shape)` checks a shape, in which a text stands for any size.
+options, (function, gates, states, params, apart, recurrent, norm). `norm_given` returns the `Norm` that a user would
+write for the options of layer normalisation and their arrays. `fail(OP, rule, got)` raises the ValueError
+"[nn.Pointwise] rule but got ..."; `check_array(OP, name, array, shape)` checks a shape, in which a string such as "B"
+stands for any size.
 """
 
 import math
@@ -51,7 +52,7 @@ class Pointwise(nn.Module):
     The input has shape [B, L, D]. Parameters: `Wx` [G H, D], `Wh` [G H, H] unless `recurrent=False`, `bias` [G H], and
     a list `params` of arrays [H], all drawn from U(-1/sqrt(H), 1/sqrt(H)), as in `mlx.nn.LSTM`. With
     `bidirectional=True` they hold the forward direction first: `Wx` [2 G H, D], `Wh` [2, G H, H], `bias` [2 G H],
-    `params` [2H]. `mlx_lstm.nn.stack` and `mlx_lstm.nn.stepper` run several such layers.
+    `params` [2H]. `mlx_lstm.nn.stack` and `mlx_lstm.nn.stepper` run several such layers. B: sequences, L: time steps.
 
     Args:
         cell (callable): `cell(a, state, *inputs, *params) -> state`, as in `mlx_lstm.pointwise`, where a holds the
@@ -67,10 +68,11 @@ class Pointwise(nn.Module):
         reverse (bool): run from the last step to the first; outputs stay aligned with the input. Also an attribute.
             Default: `False`.
         bidirectional (bool): run both directions, each with its own parameters. Default: `False`.
-        layer_norm (bool or Norm): layer normalisation of the preactivations before the cell gets them: a
-            `mlx_lstm.Norm` without arrays, which are parameters, as in `LSTM`. `True` is of both products, `Norm()`.
-            Default: `False`.
-        checkpoint_every (int or str, optional): as in `mlx_lstm.lstm`. Also an attribute. Default: `None`.
+        layer_norm (bool or Norm): layer normalisation of the preactivations before the cell gets them. A
+            `mlx_lstm.Norm` without arrays: its scales and shifts are parameters of the layer, as in `LSTM`. `True` is
+            `Norm()`, which normalises both products. Default: `False`.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in
+            `mlx_lstm.lstm`. Also an attribute. Default: `None`, save all.
         engine (str, optional): force an engine. Also an attribute. Default: the best for the stream's device.
 
     Raises:
@@ -127,7 +129,7 @@ class Pointwise(nn.Module):
         I = check_integer(OP, "input_size", input_size, least=1)
         H = check_integer(OP, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         G = check_integer(OP, "gates", gates, least=1)
-        counts = check_integer(OP, "states", states, least=1), check_integer(OP, "params", params, least=0)  # a pair
+        counts = check_integer(OP, "states", states, least=1), check_integer(OP, "params", params, least=0)
         flags = {"bias": bias, "recurrent": recurrent, "apart": apart}
         for name, flag in (flags | {"reverse": reverse, "bidirectional": bidirectional}).items():
             check_flag(OP, name, flag)
@@ -136,13 +138,13 @@ class Pointwise(nn.Module):
         self.reverse = reverse
         self.engine = check_engine(OP, engine)
         self.checkpoint_every = check_every(OP, checkpoint_every)
-        # These options are fixed, as the shapes of the parameters follow from them. The cell, a tuple, is stored in
-        # `vars`, because MLX would count it among the parameters.
+        # These options cannot be changed later, because the shapes of the parameters depend on them. The cell is stored
+        # in `vars`, because it is a tuple, and MLX would count a tuple attribute among the parameters.
         self._directions = 2 if bidirectional else 1
         own_cell = OwnCell(cell, G, *counts, apart, recurrent)
         vars(self)["_own_cell"] = own_cell = own_cell._replace(norm=layer_norm_of(OP, own_cell, layer_norm))
         scale, rows = 1.0 / math.sqrt(H), self._directions * G * H
-        own = [2] if bidirectional else []  # the axis of both directions of Wh
+        own = [2] if bidirectional else []  # the first axis of Wh, one entry per direction
         self.Wx = mx.random.uniform(-scale, scale, (rows, I))
         self.Wh = mx.random.uniform(-scale, scale, (*own, G * H, H)) if recurrent else None
         self.bias = mx.random.uniform(-scale, scale, (rows,)) if bias else None
@@ -151,7 +153,7 @@ class Pointwise(nn.Module):
             setattr(self, name, first_value(name, shape))
 
     def _norm_shapes(self) -> dict[str, list[int]]:
-        """Return the names and shapes of the parameters of layer normalisation."""
+        """Return {name: shape} of the parameters of layer normalisation; it is empty without layer normalisation."""
         norm, own = self._own_cell.norm, [2] if self._directions == 2 else []
         widths = {} if norm is None else layer_norm_arrays(norm, self._own_cell.gates, self.hidden_size)
         return {name: [*own, width] for name, width in widths.items()}
@@ -180,7 +182,8 @@ class Pointwise(nn.Module):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, tuple[mx.array, ...]]:
-        """Return h at every step, and the states after the last step processed.
+        """Return h at every step, and the states after the last step processed. Sizes: B sequences, L time steps, D
+        features, H hidden units.
 
         Args:
             x (array): input, [B, L, D].
@@ -189,17 +192,17 @@ class Pointwise(nn.Module):
             lengths (integer array or list, optional): [B], the number of steps of each sequence, in 0..L. Past the end
                 of a sequence its h is 0 and its state stays.
             keep (array, optional): factor on the states before each step, broadcastable to [B, L]: 0 resets them.
-            hold (array or list, optional): steps that leave the state unchanged, broadcastable to [B, L].
+            hold (array or list, optional): true at steps that leave the state unchanged, broadcastable to [B, L].
 
         Returns:
             tuple: h [B, L, H], and a tuple of the last states, each [B, H], in the dtype to which x, the parameters and
-            the first states promote. With `bidirectional=True` all of them, and `inputs`, have 2H in place of H.
+            the first states promote. With `bidirectional=True` h, all states and `inputs` have 2H in place of H.
         """
         self._check_arrays()
         check_array(OP, "x", x, ["B", "L", self.Wx.shape[1]])
         inputs = check_arrays(OP, "inputs", inputs)
         state = self._first_states(state, x.shape[0], x.dtype)
-        # Cast all arrays to one dtype. `others` then has the states, the params and the arrays of the norm, in turn.
+        # Cast all arrays to one dtype. `others` then has the states, then the params, then the arrays of `norms`.
         norms = {name: getattr(self, name) for name in self._norm_shapes()}  # the arrays of layer normalisation
         arrays: list[Any] = [x, self.Wx, self.Wh, self.bias, *state, *self.params, *norms.values()]
         dtype = common_dtype([array for array in arrays if array is not None])
@@ -211,7 +214,7 @@ class Pointwise(nn.Module):
         options |= {name: mx.swapaxes(array, 0, 1) for name, array in by_step.items()}
         by_time = [mx.swapaxes(array, 0, 1) if array.ndim == 3 else array for array in inputs]
         own = self._own_cell
-        # norm: None without layer normalisation; else with its arrays, which are the last of `others`.
+        # norm: None without layer normalisation; else a `Norm` with its arrays, which are the last ones in `others`.
         norm = own.norm and norm_given(own.norm, dict(zip(norms, others[len(others) - len(norms) :], strict=True)))
         h, last = pointwise(
             *(own.function, mx.swapaxes(x, 0, 1), Wx, Wh, b, others[: len(state)]),
@@ -235,7 +238,7 @@ class Pointwise(nn.Module):
         keep: mx.array | None = None,
     ) -> tuple[mx.array, ...]:
         """Return all states after one step, h first, for input that arrives one step at a time. It equals a call with
-        an x of one step, and has its gradient.
+        an x of one step, and has its gradient. Sizes: B sequences, D features, H hidden units.
 
         Args:
             x (array): input of the step, [B, D].
@@ -269,7 +272,8 @@ class Pointwise(nn.Module):
 
     def stepper(self, batch: int | Sequence[int] = (), *, inputs: int = 0) -> Stepper:
         """Return a `Stepper`: an object that runs one time step per call and keeps the states inside. It computes the
-        same as the method `step` with much less work per step, but has no gradient.
+        same as the method `step` with much less work per step, but has no gradient. Sizes: D features, H hidden units;
+        "..." stands for the batch axes.
 
         Args:
             batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none, the input is
@@ -309,8 +313,8 @@ class Pointwise(nn.Module):
 
     def _check_arrays(self) -> None:
         """Check that the parameters are arrays of the shapes that the cell needs."""
-        # The fields of the cell that decide shapes: gates, params and whether h is multiplied by Wh. A text in place of
-        # a size, such as "D" for the features, stands for any size.
+        # Three fields of the cell decide the shapes: the number of gates, of params, and whether h is multiplied by Wh.
+        # In a shape the string "D" stands for any size.
         (_, G, _, params, _, recurrent, _), H, directions = self._own_cell, self.hidden_size, self._directions
         check_one_way(self.reverse, directions == 2)
         check_array(OP, "Wx", self.Wx, [directions * G * H, "D"])
@@ -329,8 +333,8 @@ class Pointwise(nn.Module):
             check_array(OP, f"params[{k}]", array, [directions * H], why=", one number per unit,")
 
     def _first_states(self, state: Any, B: int, dtype: mx.Dtype) -> list[mx.array]:
-        """Check the first states that the caller passed. Return them as a list. If `state` is None, they are zeros [B,
-        H] of this dtype, with 2H in place of H for both directions."""
+        """Check the first states that the caller passed. Return them as a list. If `state` is None, return zeros of
+        this dtype, each [B, H], or [B, 2H] with both directions. B, H: sequences, hidden units."""
         count, shape = self._own_cell.states, [B, self._width]
         if state is None:
             return [mx.zeros(shape, dtype)] * count
@@ -343,7 +347,8 @@ class Pointwise(nn.Module):
         return list(state)
 
     def _by_argument(self) -> dict[str, Any]:
-        """Return the parameters by the names of the recurrence's arrays; `params` are joined into one array."""
+        """Return the parameters as a dict by the argument names of a `Call`: Wx, Wh, b, params (all joined into one
+        array), and the arrays of layer normalisation."""
         self._check_arrays()
         params = side_by_side(list(self.params), self._directions)  # None if there are none
         arrays = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias, "params": params}
@@ -352,7 +357,7 @@ class Pointwise(nn.Module):
 
 
 def check_one_way(reverse: bool, bidirectional: bool) -> None:
-    """Raise an error if a layer has both options: `reverse` exchanges forward and reverse order, and a layer with both
-    directions runs in both orders anyway."""
+    """Raise an error if a layer has both options. `reverse` runs a layer of one direction from the last step to the
+    first; a bidirectional layer runs in both orders anyway."""
     if reverse and bidirectional:
         fail(OP, "reverse must be False with bidirectional=True, which runs both directions,", "True")

@@ -28,7 +28,8 @@ def precision(
     through the cast, so they are gradients of the float32 parameters, in float32. The optimizer updates the float32
     parameters. After the block, even if it ended by an exception, the model has its old parameters again, the same
     arrays. Exception: if code in the block assigned a new array to a parameter, such as the running mean of a
-    `BatchNorm`, the new array stays, cast to the dtype of the old one.
+    `BatchNorm`, the new array stays, cast to the dtype of the old one. A change in place, such as `self.mean += x`, is
+    lost, because it changes the copy.
 
     The input must be cast, too: a layer computes in the dtype to which x and its parameters promote. float16 needs a
     scaled loss; the guide on training has an example.
@@ -61,7 +62,7 @@ def precision(
         fail(OP, "dtype must be mx.bfloat16, mx.float16 or mx.float32", dtype)
     if predicate is not None and not callable(predicate):
         fail(OP, "predicate must be a function of a parameter's path", type(predicate).__name__)
-    # By path: all float parameters, those that are cast, and their copies in the new dtype.
+    # floats: {path: parameter} of all float parameters. old: the parameters to cast. new: their copies in `dtype`.
     floats = {key: array for key, array in flat(model) if mx.issubdtype(array.dtype, mx.floating)}
     old = {key: array for key, array in floats.items() if predicate is None or predicate(key)}
     new = {key: array.astype(dtype) for key, array in old.items()}
@@ -78,6 +79,6 @@ def precision(
 
 
 def flat(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the parameters of a model with their paths."""
+    """Return the parameters of a model as pairs (path, array); a path is such as "layers.0.Wh"."""
     found: Any = tree_flatten(model.parameters())
     return found

@@ -1,8 +1,8 @@
 """Quantize a whole model, including its recurrent layers.
 
-The path of a layer is its name in the model, such as "layers.0". QUANTIZED has the quantized class of each class of
-float layers of this package. OURS and THEIRS (`_replace`) map the layers of `mlx.nn` to those of this package, and
-back. `look_alike` describes a layer of another package that has the parameters of a recurrent layer, "" for others.
+The path of a layer is its name in the model, such as "layers.0". QUANTIZED: {class of a float layer of this package:
+its quantized class}. OURS and THEIRS (of `_replace`) map the classes of `mlx.nn` to those of this package, and back.
+`look_alike` returns a text about a layer of another package that has the parameters of a recurrent layer, else "".
 """
 
 import warnings
@@ -47,7 +47,7 @@ def quantize(
         bits (int, optional): bits of a weight. Default: depends on the mode.
         mode (str): "affine", "mxfp4", "mxfp8" or "nvfp4", as in `mx.quantize`; `QuantizedLSTM` lists the sizes of each
             mode. Default: `"affine"`.
-        quantize_input (bool): for `mlx.nn.Linear` only, passed on. Default: `False`.
+        quantize_input (bool): is passed to `mlx.nn.quantize`, where it acts on `mlx.nn.Linear` only. Default: `False`.
         class_predicate (callable, optional): called with a layer's path and the layer. The layer is quantized if the
             result is `True`, or a dict of `group_size`, `bits` and `mode`. Default: all layers that can be quantized.
 
@@ -69,10 +69,10 @@ def quantize(
     if class_predicate is not None and not callable(class_predicate):
         fail("nn.quantize", "class_predicate must be a function of a path and a layer", type(class_predicate).__name__)
     quantized: dict[int, nn.Module] = {}  # {id of a float layer: its quantized copy}
-    # predicate(path, layer): whether the layer is to be quantized, or a dict of options.
+    # predicate(path, layer): returns whether to quantize the layer, or a dict of the options with which to quantize it.
     predicate = class_predicate or (lambda _, layer: quantizes(layer) or hasattr(layer, "to_quantized"))
 
-    # Make the quantized copy of a layer of this package and put it into `quantized`, if the predicate wants it.
+    # If the predicate selects this layer of this package, store a quantized copy of it in `quantized`.
     def quantize_ours(path: str, layer: Any) -> None:
         result = quantizes(layer) and predicate(path, layer)  # True, or a dict of options, or neither
         if result and id(layer) not in quantized:
@@ -118,6 +118,6 @@ def float_layer(path: str, layer: nn.Module) -> str:
 
 
 def quantizes(layer: object) -> bool:
-    """Return whether this layer of `mlx_lstm` can be quantized. A layer of a subclass cannot: it may compute something
-    else, which the quantized class would not."""
+    """Return whether this is a layer of `mlx_lstm` that can be quantized. An instance of a subclass cannot, because it
+    may compute something else than the quantized class."""
     return type(layer) in QUANTIZED

@@ -1,9 +1,9 @@
 """Replace the recurrent layers of `mlx.nn` in a model by those of `mlx_lstm.nn`, or the reverse.
 
-A layer stays the same object: only its class changes. kinds: a dict from the class of a layer to the class that it
-gets: OURS for layers of `mlx.nn`, THEIRS for ours. A reason is a text that says why a layer stays as it is; "" means
-that it was converted, or is no recurrent layer. name: the path of a layer in the model, such as "layers.0". `fail(op,
-rule, got)` raises the ValueError "[op] rule but got ...".
+A layer stays the same object: only its class changes. kinds: a dict {class of a layer: the class that it gets}. OURS is
+this dict for layers of `mlx.nn`, THEIRS for layers of `mlx_lstm.nn`. A reason is a text that says why a layer stays as
+it is; "" means that it was converted, or is no recurrent layer. name: the path of a layer in the model, such as
+"layers.0". `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 import functools
@@ -29,7 +29,7 @@ Kinds = dict[type[nn.Module], type[nn.Module]]
 
 OURS: Kinds = {nn.LSTM: LSTM, nn.GRU: GRU, nn.RNN: RNN}
 THEIRS: Kinds = {ours: theirs for theirs, ours in OURS.items()}
-"""OURS: {class of `mlx.nn`: class of `mlx_lstm.nn`}. THEIRS: the reverse."""
+"""OURS: {class of `mlx.nn`: class of `mlx_lstm.nn`}. THEIRS: {class of `mlx_lstm.nn`: class of `mlx.nn`}."""
 
 _constructors: dict[type[nn.Module], Callable[..., None]] = {}
 """MLX's own constructors, which `patched` restores."""
@@ -49,10 +49,11 @@ def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
     found in modules, dicts, lists and tuples of any depth, hidden ones (`_name`) included; the model may itself be a
     layer.
 
-    A subclass, which may compute something else, is left as it is, and so is an `RNN` whose nonlinearity is not in
-    `NONLINEARITIES`; a warning names such layers. The warning also names layers of other classes with the parameters of
-    a recurrent layer, such as torch's `weight_ih_l0`, with the line that runs them. Another warning says so if the
-    model has no recurrent layer at all. Functions that `mx.compile` has traced before do not change.
+    A subclass is left as it is, because it may compute something else. An `RNN` whose nonlinearity is not in
+    `NONLINEARITIES` is left as it is, too. A warning names such layers. It also names layers of other classes that have
+    the parameters of a recurrent layer, such as torch's `weight_ih_l0`, with a line of code that runs them. Another
+    warning is shown if the model has no recurrent layer at all. Functions that `mx.compile` has already traced do not
+    change.
 
     Args:
         model (Module): or a dict, list or tuple of modules.
@@ -104,9 +105,9 @@ def patched(*, engine: Engine | None = None) -> Iterator[None]:
     """Replace every `mlx.nn.LSTM`, `GRU` and `RNN` that is built inside the block by a layer of `mlx_lstm.nn`.
 
     This is for code that builds a model and runs it immediately. The constructors of `mlx.nn` are replaced until the
-    block ends: in every thread, and however the class was imported, also before the block. Blocks may overlap, nested
-    or in several threads; the constructors are MLX's own again when the last one ends. A layer that `replace` would
-    leave as it is stays unchanged, with a warning at the line that built it.
+    block ends. This holds in every thread, also for classes that were imported before the block. Blocks may be nested,
+    or overlap in several threads; when the last block ends, the constructors are MLX's own again. A layer that
+    `replace` would leave as it is stays unchanged, with a warning at the line that built it.
 
     Args:
         engine (str, optional): force an engine in the layers built inside the block, as in `mlx_lstm.lstm`. If several
@@ -143,7 +144,8 @@ def patched(*, engine: Engine | None = None) -> Iterator[None]:
 
 
 def converting(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a constructor of `mlx.nn`: the new constructor converts the layer that it builds, where this is possible."""
+    """Wrap a constructor of `mlx.nn`. The new constructor builds the layer of `mlx.nn`, then changes its class to that
+    of `mlx_lstm.nn`; if this is not possible, it shows a warning."""
 
     @functools.wraps(constructor)
     def construct(self: nn.Module, *args: Any, **options: Any) -> None:
@@ -160,8 +162,9 @@ def converting(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 def modules_of(tree: object, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) for each module of a tree of modules, dicts, lists and tuples, each once. name: the path of
-    the tree itself, "" for the whole model. `seen` collects the ids of the objects visited so far."""
+    """Yield (path, module) once for each module in a tree of modules, dicts, lists and tuples. name: the path of the
+    tree itself, "" for the whole model. seen: collects the ids of the objects visited so far, so that a shared object
+    is visited once."""
     if not isinstance(tree, (dict, list, tuple)) or id(tree) in seen:
         return
     seen.add(id(tree))
@@ -172,8 +175,8 @@ def modules_of(tree: object, name: str, seen: set[int]) -> Iterator[tuple[str, n
 
 
 def convert(layer: nn.Module, kinds: Kinds) -> str:
-    """Change the class of a layer to the class that `kinds` maps it to. Return the reason why the layer stays as it is,
-    or "" if it was changed or is none of these classes."""
+    """Change the class of a layer to kinds[its class]. Return "" if it was changed, or if its class has no relation to
+    the classes in `kinds`. Otherwise return the reason why the layer stays as it is, for a warning."""
     kind = kinds.get(type(layer))  # the new class
     if kind is None:
         bases = [name_of(base) for base in kinds if isinstance(layer, base)]
@@ -186,7 +189,7 @@ def convert(layer: nn.Module, kinds: Kinds) -> str:
         except ValueError:
             return f"{name_of(nn.RNN)} with nonlinearity={layer.nonlinearity!r}"
     layer.__class__ = kind
-    if kind in THEIRS:  # it is now a layer of this package, which has two more attributes
+    if kind in THEIRS:  # `layer` is now a layer of this package: add the two attributes that a layer of MLX lacks
         layer.engine = layer.checkpoint_every = None
     else:
         for name in ("engine", "checkpoint_every", "_engine_used"):  # remove the attributes that a layer of MLX lacks
@@ -211,8 +214,8 @@ def kind_of_parameters(layer: nn.Module) -> str:
     """Return "an LSTM", "a GRU" and so on if a module has the parameters of one, under the names of any known
     format, else an empty text."""
     try:
-        # now=False: no cache of converted arrays. may_drop: dropout does not matter here. `read` returns layers, each a
-        # list of its directions.
+        # now=False: use no cache of converted arrays. may_drop=True: accept dropout, as the layer does not run here.
+        # [0][0]: the first direction of the first layer.
         first = read("the layer", layer, now=False, may_drop=True)[0][0]
     except ValueError:
         return ""

@@ -1,14 +1,21 @@
 """Run lists of layers as one layer; each layer has the parameters of a recurrent layer of `mlx.nn`.
 
-B: sequences, T: steps, D: features that a layer reads, H: units, P: the width of h (H, or that of a projection), K:
-layers. A side is one direction of all layers: the list `layers` (forward) or `reverse`. A way is one direction of one
-layer. A depth is the list of the layers that run at the same depth: one, or with `groups` several side by side, each on
-its part of the features. Arrays are in dicts by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn,
-Wp. `join` puts both directions into one array, `half` and `part` take one of them. now: whether the call computes
-immediately; then converted arrays may come from a cache: `derived(now, name, arrays, function)` returns
-`function(arrays)`, or its earlier result. `describe` says what an object that the caller passed holds: its arrays,
-other entries, its nonlinearity, whether it has dropout. `OwnCell` is a cell that the user wrote. `fail(OP, rule, got)`
-raises the ValueError "[nn.stack] rule but got ..."; `check_array(OP, name, array, shape)` checks a shape.
+The names of this module are:
+
+- B: sequences, T: steps, D: features that a layer reads, H: units, P: the width of h (H, or the width of a projection),
+  K: layers.
+- A side is one direction of all layers: the list `layers` (forward) or the list `reverse`.
+- A way is one direction of one layer.
+- A depth is the list of the layers that read the same output of the layer before. It has one layer, or with `groups`
+  several that run side by side, each on its part of the features.
+- arrays: a dict by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn, Wp. `join` puts both
+  directions into one array; `half` and `part` take one direction out of it.
+- now: the call computes immediately, so converted arrays may come from a cache. `derived(now, name, arrays, function)`
+  returns `function(arrays)`, or its earlier result from the cache.
+- `describe` returns what an object that the caller passed has: its arrays, other entries, nonlinearity, dropout.
+- `OwnCell` is a cell that the user wrote.
+- `fail(OP, rule, got)` raises the ValueError "[nn.stack] rule but got ...". `check_array(OP, name, array, shape)`
+  checks a shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,11 +67,13 @@ from ._pointwise import Pointwise
 
 OP = "nn.stack"  # the name of the function in error texts
 KINDS: tuple[type[Layer], ...] = (LSTM, GRU, RNN)
-"""The classes whose names of parameters are tried; they are those of `mlx.nn`."""
+"""The classes of `mlx_lstm.nn`. Their parameters have the names of the parameters in `mlx.nn`, such as Wx and bias. An
+object is compared with each class, to find out what kind of layer it is."""
 
 Depths = list[list["StackedLayer"]]
-"""The layers in the order in which they run. Each element is the list of the layers at this depth: one, or with
-`groups` those that lie side by side. While the layers are read, it is the list of a layer's directions."""
+"""A list with one entry per layer, in the order in which the layers run. From `read_depths` an entry is the list of the
+layer's groups, which run side by side; without `groups` it has one element. From `read` it is the list of the layer's
+directions."""
 
 Between = Callable[[int, mx.array], mx.array]
 """The type of the option `between`: between(n, output of layer n) returns the input of the next layer."""
@@ -142,16 +151,18 @@ def stack(
     checkpoint_every: int | str | None = None,
     engine: Engine | None = None,
 ) -> tuple[mx.array, Any]:
-    """Run a stack of recurrent layers, in one or both directions, from their parameters.
+    """Run a stack of recurrent layers, in one or both directions, from their parameters. Sizes: B sequences, T time
+    steps, D features, H hidden units.
 
-    The layers may be those of `mlx.nn`, of `mlx_lstm.nn`, or any objects that have such parameters. Use it for models
-    that hold their layers in lists or in attributes: the layers stay where they are, so the names in a weight file do
-    not change. The result equals a loop that calls each layer with the output of the layer before. With `reverse` the
-    two layers of a depth read the same input, and their outputs are concatenated: forward first, reversed second.
+    The layers may be those of `mlx.nn`, of `mlx_lstm.nn`, or any objects that have such parameters. Use this function
+    for models that hold their layers in lists or in attributes: the layers stay where they are, so the names in a
+    weight file do not change. The result equals a loop that calls each layer with the output of the layer before. With
+    `reverse` the n-th layers of both lists read the same input, and their outputs are concatenated: forward first,
+    reversed second.
 
     Only the attributes of an object are read; its own `__call__` never runs. So a subclass of a layer of `mlx.nn` or
-    `mlx_lstm` that redefines `__call__` or `step` is an error, and so is an attribute that changes the formula, such as
-    `forget_bias=1.0`; a dict of the parameters says that the formula is the usual one. An LSTM has `Wx` [4H, D], `Wh`
+    `mlx_lstm` that redefines `__call__` or `step` is an error. An attribute that changes the formula is an error, too,
+    such as `forget_bias=1.0`; to run the usual formula, pass a dict of the parameters. An LSTM has `Wx` [4H, D], `Wh`
     [4H, H] and maybe `bias` [4H], gate order i, f, g, o; a GRU `Wx` [3H, D], `Wh` [3H, H] and maybe `b` [3H], `bhn`
     [H], gate order r, z, n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. Arrays may
     also have any names that `mlx_lstm.convert.from_names` reads, in the gate order of their format: torch's
@@ -183,7 +194,7 @@ def stack(
             1`, where the reversed layers start. The last state of a reversed layer is the state at step 0.
         keep (array, optional): [B, T], a factor on the states of every layer before each step, as in `mlx_lstm.lstm`: 0
             where an episode begins. The reversed layers run through the factors in reverse.
-        hold (array or list, optional): [B, T], steps that leave the states of every layer as they are, as in
+        hold (array or list, optional): [B, T], true at steps that leave the states of every layer unchanged, as in
             `mlx_lstm.lstm`.
         checkpoint_every (int or str, optional): in training, save the states of every n-th step only, as in
             `mlx_lstm.lstm`. Default: the layer's own option if it is a layer of `mlx_lstm.nn`, else `None`.
@@ -219,12 +230,12 @@ def stack(
     every, engine = check_every(OP, checkpoint_every), check_engine(OP, engine)
     sides = read_sides(layers, [] if reverse is None else reverse, computes_now(engine))
     depths = read_depths(sides, groups, engine, merge, between is not None)
-    # one: the first layer, whose sizes all others have. rows: the entries of a state: one per layer and direction, as
-    # sides[0] lists all layers of one direction, with all their groups.
+    # one: the first layer; all other layers have the same H and P. rows: the first axis of a state, one entry for each
+    # direction of each layer; sides[0] lists all layers of one direction, with all their groups.
     one, directions, rows = depths[0][0], len(sides), len(sides) * len(sides[0])
     check_x(x, groups * one.arrays["Wx"].shape[1])
     batch, T = x.shape[:-2], x.shape[-2]
-    # The shape of each state by name; the first one is h, whose width is P.
+    # shapes: {name of a state: its shape}. h, the first state, has the width P, all others H.
     shapes = {name: (rows, *batch, one.H if n else one.P) for n, name in enumerate(state_names(one.cell))}
     first = first_states(state, shapes)
     parameters = [array for depth in depths for group in depth for array in group.arrays.values()]
@@ -233,34 +244,35 @@ def stack(
         states = [mx.zeros(shape, dtype) for shape in shapes.values()]
         width = groups * one.P * (directions if merge == "concat" else 1)
         return mx.zeros((*batch, T, width), dtype), tuple(states) if len(states) > 1 else states[0]
-    # The functions of `mlx_lstm` take exactly one batch axis: x becomes [B, T, D], and a layer's states become [B, H]
-    # or [B, 2H]. run_small(function, array) computes this; NumPy is faster if the call computes immediately on the CPU.
+    # `Call` takes exactly one batch axis: reshape x to [B, T, D], and each layer's states to [B, H] or [B, 2H].
+    # run_small(function, array) applies a reshape: by NumPy if the call computes immediately on the CPU, because this
+    # is faster there, else by MLX.
     run_small = by_numpy if computes_now(one.engine) else by_mlx
     is_flat = len(batch) == 1
     x = x if is_flat else run_small(methodcaller("reshape", (-1, *x.shape[-2:])), x)
     steps = whole_steps(OP, keep, hold, (*batch, T), "[B, T]")
     steps = {name: array.reshape(-1, T) for name, array in steps.items()}
-    # options: those of `Call` that all layers share. Without `layers` only the reversed ones run.
+    # options: the options of `Call` that all layers share. If the list `layers` is empty, only the reversed layers run.
     options = {"reverse": not layers, "bidirectional": directions == 2, "hold": steps.pop("hold", None)}
     options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "lengths_checked": True, "batch_first": True}
-    # starts: by state the first states of each layer. last: the last states of each layer that has run.
+    # starts: {name of a state: the first states of each layer}. last: the last states of each layer that has run.
     starts = {name: run_small(partial(split_states, directions), array) for name, array in first.items()}
     last: list[Arrays] = []
     for n, depth in enumerate(depths):
         outputs = []
         for group, own_x in zip(depth, mx.split(x, groups, axis=-1) if groups > 1 else [x], strict=True):
-            # len(last): how many layers have run, which is the number of this one.
+            # len(last): how many layers have run, which is the index of this layer.
             own_states = {name: array[len(last)] for name, array in starts.items()}
             options["checkpoint_every"] = group.every if every is None else every
             found = run_layer(group, in_dtype(group.arrays | {"x": own_x} | own_states, dtype), steps, options)
             last.append({name: found[f"{name}T"] for name in shapes})
-            # h has both directions side by side, as "concat" returns them.
+            # found["h"] has both directions side by side, which is the result for merge="concat".
             sums = directions == 2 and merge == "sum"
             outputs.append(half(found["h"], 0) + half(found["h"], 1) if sums else found["h"])
         x = mx.concatenate(outputs, axis=-1) if groups > 1 else outputs[0]
         if between is not None and n < len(depths) - 1:
             x = call_between(between, n, x, (*batch, T), groups * depths[n + 1][0].arrays["Wx"].shape[1])
-    # whole: for each state the function that joins those of all layers.
+    # whole: {name of a state: function that joins the last states of all layers}.
     whole = {name: partial(join_states, directions, shape) for name, shape in shapes.items()}
     states = [run_small(whole[name], *(state[name] for state in last)) for name in shapes]
     x = x if is_flat else run_small(methodcaller("reshape", (*batch, T, -1)), x)
@@ -268,7 +280,7 @@ def stack(
 
 
 def check_x(x: object, D: int) -> None:
-    """Check that x is [..., T, D], with at least one step."""
+    """Check that x is [..., T, D], with at least one step. T: steps, D: features; "...": the batch axes."""
     if not isinstance(x, mx.array):
         fail(OP, f"x must be an mlx.core.array{instead_of(x, 'x')}", type(x).__name__)
     if x.dtype == mx.complex64:
@@ -278,19 +290,20 @@ def check_x(x: object, D: int) -> None:
 
 
 def state_names(cell: Cell | OwnCell) -> list[str]:
-    """Return the names of the states of a layer: h, and c of an LSTM, or s1, s2, ... of a cell of the user's own."""
+    """Return the names of the states of a layer: h and, for an LSTM, c, or h, s1, s2, ... for a cell that the user
+    wrote."""
     if isinstance(cell, OwnCell):
         return ["h", *(f"s{n}" for n in range(1, cell.states))]
     return ["h", "c"][: 1 + cell.carried]
 
 
 def run_layer(layer: "StackedLayer", arrays: Arrays, steps: Arrays, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one layer, in one or both directions. With `groups` run one of the layers that lie side by side. Return the
-    outputs by name, such as "h" and "hT".
+    """Run one layer, in one or both directions. If a depth has several groups, `layer` is one of these groups. Return
+    the outputs by name, such as "h" and "hT".
 
     arrays: x [B, T, D], the parameters and the first states, by the names of `state_names`. steps: the option `keep`
-    [B, T] if there is one. options: the other options of a `Call`, such as lengths.
-    """
+    [B, T] if there is one. options: the other options of a `Call`, such as lengths. B, T, D: sequences, steps,
+    features."""
     names = state_names(layer.cell)
     states = {name: arrays.pop(name) for name in names if name in arrays}
     if isinstance(layer.cell, OwnCell):
@@ -307,10 +320,12 @@ def run_layer(layer: "StackedLayer", arrays: Arrays, steps: Arrays, options: dic
 def run_own_layer(
     layer: "StackedLayer", own: OwnCell, arrays: Arrays, states: Arrays, steps: Arrays, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run a layer whose cell the user wrote, in one or both directions. Return h and the last states by name. Such a
-    cell takes arrays with time first, and one array for all states besides h; the arguments have the batch first, and
-    one array per state. own: the user's cell. states: the first states by name; one that is missing is zeros. steps:
-    the arrays of each step, such as `keep`. options: as for `run_layer`."""
+    """Run a layer whose cell the user wrote, in one or both directions. Return h and the last states by name.
+
+    A `Call` of such a cell takes arrays with the time first, and all states except h joined in one array. The arguments
+    here have the batch first, and one array per state. own: the user's cell. states: {name: first state}; a missing
+    state is zeros. steps: arrays with values for each step, such as `keep` [B, T]. options: the other options of a
+    `Call`, such as lengths. B, T: sequences, steps."""
     x, directions = mx.swapaxes(arrays["x"], 0, 1), 2 if options["bidirectional"] else 1
     zeros = mx.zeros((x.shape[1], directions * layer.H), x.dtype)
     h0, *others = [states.get(name, zeros) for name in state_names(own)]
@@ -321,14 +336,15 @@ def run_own_layer(
     given: dict[str, Any] = arrays | {"x": x, "h0": h0} | others_joined | in_time
     call = Call(own.traced(x.shape[1], layer.H, x.dtype), engine=layer.engine, op=OP, **options)
     outputs, _ = call.forward(given, return_gates=False, training=layer.training)
-    # The last states besides h, with the names s1, s2, ...
+    # last: pairs (name, last state) for all states except h; the names are s1, s2, ...
     last = zip(state_names(own)[1:], apart_again(outputs.get("cT"), len(others), directions), strict=True)
     return {"h": mx.swapaxes(outputs["h"], 0, 1), "hT": outputs["hT"]} | {f"{name}T": array for name, array in last}
 
 
 def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D: int) -> mx.array:
     """Call the caller's function `between` with the output x [B, T, .] of layer n. Return its result, which is the
-    input of the next layer, as [B, T, D], where D is the number of features that this layer reads.
+    input of the next layer, as [B, T, D], where D is the number of features that this layer reads. B, T: sequences,
+    steps.
 
     axes: the sizes of the axes before the features in the arrays that the caller passed, (T,) without a batch or (B,
     T). The function gets and returns arrays with these axes.
@@ -379,13 +395,13 @@ def read_depths(
         fail(OP, f"layers must hold {groups} layers for each of its depths, as groups={groups},", f"{count} layers")
     depths: list[StackedLayer] = []
     for n, pair in enumerate(zip(*sides, strict=True)):
-        one = pair[0]  # the layer's forward direction, with which the other one must agree
-        # D: the number of features that it reads.
+        one = pair[0]  # the layer's forward direction, with which the other direction must agree
+        # D: the number of features that the layer must read.
         if n < groups:  # a layer of the first depth reads x
             D = first.arrays["Wx"].shape[1]
-        elif not any_width:  # the others read the output of the depth before
+        elif not any_width:  # a later layer reads the output of the depth before
             D = first.P * (len(sides) if merge == "concat" else 1)
-        else:  # or what `between` makes of it: any D, but all groups of a depth the same one as its first group
+        else:  # a later layer reads the result of `between`: any D, but the same D in all groups of a depth
             D = (depths[n // groups * groups] if n % groups else one).arrays["Wx"].shape[1]
         for other in pair:
             if other.cell.op != first.cell.op:
@@ -400,7 +416,7 @@ def read_depths(
             if packings(other) != packings(one):
                 fail(OP, f"{other.name} must be quantized as {one.name}", packings(other) or "float weights")
             check_parameters(other, D, first)
-        # word: the name of the engine that the user forces, or None.
+        # word: the name of the engine that the user forces, or None. arrays: the parameters of each direction.
         word, arrays = one.engine if engine is None else engine, [other.arrays for other in pair]
         # The joined arrays of two directions are cached while the parameters are the same.
         both = derived(computes_now(word), OP, arrays, join) if len(pair) == 2 else one.arrays
@@ -412,16 +428,16 @@ def read_depths(
 def read_sides(
     layers: Sequence[Any], reverse: Sequence[Any], now: bool, may_drop: bool = False
 ) -> list[list[StackedLayer]]:
-    """Read the parameters of all layers. Return one list of layers per direction, the forward direction first. now:
-    whether the call computes immediately, so that converted arrays may come from a cache. may_drop: whether layers with
-    dropout in training mode are accepted, because the caller runs none."""
+    """Read the parameters of all layers. Return one list of layers per direction, the forward direction first. now: the
+    call computes immediately, so converted arrays may come from a cache. may_drop: accept layers with dropout in
+    training mode, because the caller applies no dropout."""
     sides: dict[str, list[StackedLayer]] = {"layers": [], "reverse": []}  # the layers of each direction
     for name, side in (("layers", layers), ("reverse", reverse)):
         if not isinstance(side, (list, tuple)):
             fail(OP, f"{name} must be a list of layers", type(side).__name__)
         for n, layer in enumerate(side):
-            # ways: the directions of one layer, one or both. An object with both fills both lists, so `reverse` must
-            # be empty.
+            # ways: the directions of one layer, one or both. An object with both directions adds to both lists in
+            # `sides`, so the caller must not pass `reverse`, too.
             for ways in read(f"{name}[{n}]", layer, now, may_drop):
                 if len(ways) == 2 and reverse:
                     fail(OP, f"{name}[{n}] must have one direction, as there is reverse,", "an object with both")
@@ -438,10 +454,10 @@ def read_sides(
 
 
 def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
-    """Return the layers whose arrays an object holds. Most objects hold one layer. Each layer is a list of its
-    directions. The names and shapes of the arrays show the kind of the object (LSTM, GRU or RNN). name: what error
-    texts call the object. now: True if the call computes immediately; then converted arrays may come from a cache.
-    may_drop: whether a layer with dropout in training mode is accepted, because the caller runs none."""
+    """Return the layers whose arrays an object holds, each as a list of its directions. Most objects hold one layer.
+    The names and shapes of the arrays tell the kind of layer: LSTM, GRU or RNN. name: what error texts call the object.
+    now: the call computes immediately, so converted arrays may come from a cache. may_drop: accept a layer with dropout
+    in training mode, because the caller applies no dropout."""
     found = describe(OP, name, layer)
     if isinstance(layer, Pointwise):
         return [read_own(name, layer)]
@@ -462,18 +478,18 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
         for key, array in held.items():
             if isinstance(array, np.ndarray):
                 check_array(OP, f"{name}.{key}", array, shape=None)  # raises the error: `from_names` would take it
-        # The converted arrays are cached by this text while the parameters are the same. in_arguments: renames them.
+        # `derived` caches the converted arrays under the key in its second argument while the parameters are the same.
         convert = partial(from_names, nonlinearity=act)
         weights = derived(now, f"{OP} {act}", held, lambda arrays: in_arguments(convert(arrays)))
     except ValueError as error:
-        # kinds, other: what may be in an object, for the text. why: the text of `from_names`, as a part of this one.
+        # kinds, other: parts of the error text, what an object may have. why: the error text of `from_names`.
         kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
         other = "or arrays that convert.from_names reads, and no other array or module"
         why = str(error).removesuffix(".").replace("; got", ", got")
         fail(OP, f"{name} must hold {kinds}, {other}", f"{found.shapes} ({why})" if found.shapes else found.shapes)
     check_nonlinearity(name, weights.cell, act)
     sizes = weights.proj_size or weights.hidden_size, weights.hidden_size
-    # {}: no titles, so that error texts say "Wx of layers[0]". each: the arrays of a layer, by direction.
+    # {}: no titles; error texts then say "Wx of layers[0]". each: the arrays of each direction of a layer.
     return [
         [StackedLayer(name, weights.cell, way, {}, found.training, *sizes) for way in each] for each in weights.layers
     ]
@@ -482,10 +498,10 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
 def read_named(
     name: str, kind: type[Layer], layer: Any, held: dict[str, Any], found: Description
 ) -> StackedLayer | None:
-    """Return the layer whose arrays have the names and shapes of a layer of MLX of this kind, or None if its
-    arrays have other names or shapes. name: what error texts call the object `layer`. held: its arrays, in which a
-    quantized weight is a `Quantized`. found: what else `describe` read of it."""
-    # The shapes of both matrices; kind._names: {name of a parameter: argument}, the matrices first.
+    """Read an object whose arrays have the names and shapes of the layer `kind` of `mlx.nn`. Return None if they have
+    other names or shapes. name: what error texts call the object `layer`. held: its arrays; a quantized weight is a
+    `Quantized`. found: what `describe` has found out about the object, such as its nonlinearity."""
+    # Wx, Wh: the shapes of both matrices. kind._names: {name of a parameter: argument}, the matrices first.
     Wx, Wh = (list(held[key].shape) if key in held else [] for key in list(kind._names)[:2])
     norms = layer._norm_arrays() if isinstance(layer, Layer) else {}  # the parameters of layer normalisation
     held = {key: array for key, array in held.items() if key not in norms}
@@ -495,7 +511,7 @@ def read_named(
     # a GRU's whole second bias [3H] bhn. Then `from_names` reads the arrays.
     if kind is GRU and "bhn" in held and list(held["bhn"].shape) == Wx[:1]:
         return None
-    for key in kind._names:  # an entry that is no MLX array is not in `held`, such as an array of NumPy: an error
+    for key in kind._names:  # `held` has only MLX arrays: refuse anything else under these names, such as a NumPy array
         value = held.get(key, layer.get(key) if isinstance(layer, dict) else getattr(layer, key, None))
         if value is not None and not isinstance(value, (mx.array, Quantized)):
             check_array(OP, f"{name}.{key}", value, shape=None)  # raises the error
@@ -511,8 +527,8 @@ def read_named(
 
 
 def check_nonlinearity(name: str, cell: Cell, act: str | None) -> None:
-    """Check the nonlinearity `act` that the object `name` names: a plain RNN needs a known one, other cells have tanh.
-    None: the object names none."""
+    """Check the nonlinearity `act` of the object that the error text calls `name`; None if the object has none. A plain
+    RNN may have any known activation, all other cells only tanh."""
     allowed = tuple(ACTIVATIONS) if isinstance(cell, RNNCell) else ("tanh",)
     if act is not None:
         check_option(OP, f"{name}.nonlinearity", act, allowed)
@@ -534,20 +550,20 @@ def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
 
 
 def in_arguments(weights: Weights) -> Weights:
-    """Rename the arrays of all layers and directions to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`. Two
-    biases become their sum; of a GRU that needs both, b and bhn."""
+    """Convert the arrays of all layers and directions to the arguments of `mlx_lstm.lstm`, `gru` or `rnn`. Two biases
+    are added to one, except in a GRU that needs both: they become b and bhn."""
     return weights.map(partial(as_arguments, weights.cell))
 
 
 def as_arguments(cell: Cell, arrays: Arrays) -> Arrays:
-    """Convert one direction's arrays of `Weights` to the argument names of `mlx_lstm.lstm`, `gru` or `rnn`. Two
-    biases become one, their sum, unless a GRU needs both. MLX differentiates the sum, so both biases get a gradient."""
-    biases = {name: arrays[name] for name in ("bx", "bh") if name in arrays}  # of the input's and recurrent product
+    """Convert one direction's arrays of `Weights` to the arguments of `mlx_lstm.lstm`, `gru` or `rnn`. Two biases are
+    added to one, unless a GRU needs both. MLX differentiates the sum, so both biases get a gradient."""
+    biases = {name: arrays[name] for name in ("bx", "bh") if name in arrays}  # of the products x Wx^T and h Wh^T
     others = {name: array for name, array in arrays.items() if name not in biases}
     if not biases:
         return others
     bx, bh = (biases.get(name, mx.zeros_like(next(iter(biases.values())))) for name in ("bx", "bh"))
-    # A GRU with reset "before" adds both biases, as all other cells do, whose `reset` is "".
+    # Only a GRU with reset "after" needs both biases. The cells of an LSTM and a plain RNN have reset "".
     return others | join_biases(bx, bh, gru=cell.reset == "after")
 
 
@@ -561,7 +577,7 @@ def options_apart(cell: Any, other: Any) -> list[str]:
     texts: list[str] = []
     for name, value in cell._asdict().items():
         if value != getattr(other, name):
-            # The cell's field `norm` is the option `layer_norm` of a layer, told as the `Norm` that a user writes,
+            # The cell's field `norm` is the layer's option `layer_norm`: show it as the `Norm` that a user writes,
             # without arrays ({}).
             option, told = ("layer_norm", value and norm_given(value, {})) if name == "norm" else (name, value)
             texts.append(f"{option}={told!r}")
@@ -569,8 +585,8 @@ def options_apart(cell: Any, other: Any) -> list[str]:
 
 
 def check_parameters(layer: StackedLayer, D: int, first: StackedLayer) -> None:
-    """Check the shapes of the parameters of `layer`. It reads D features. All its other sizes must equal those of
-    the layer `first`. titles: what error texts call the parameters."""
+    """Check the shapes of the parameters of `layer`, which reads D features. All its other sizes must equal the sizes
+    of the layer `first`. layer.titles: what error texts call the parameters."""
     params = layer.cell.params if isinstance(layer.cell, OwnCell) else 0
     shapes = weight_shapes(layer.cell.gates, (D, first.H, first.P), params=params)
     rule = f", as a layer has the H of the first, {first.H}, and reads the one before,"

@@ -1,6 +1,8 @@
-"""Run lists of layers one time step at a time. `read_sides` and `read_depths` (`_stack`) read the parameters of a list
-of layers; a depth is the list of the layers that run side by side, here one. STACK is the name of `stack` in errors,
-which is replaced by OP, the name of this function."""
+"""The function `stepper`, which runs a list of layers one time step at a time.
+
+It reads the layers by the functions `read_sides` and `read_depths` of `stack`. Their errors begin with the name of
+`stack` (STACK), which is replaced by the name of this function (OP).
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +19,13 @@ OP = "nn.stepper"
 
 
 def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: Engine | None = None) -> Stepper:
-    """Return a `Stepper` that runs one time step of a list of layers per call and keeps the states inside.
+    """Return a `Stepper` that runs one time step of a list of layers per call and keeps the states inside. Sizes: D
+    features, H hidden units, K layers; "..." stands for the batch axes.
 
     It computes the same as `stack(layers, x)` for an x of one time step, with much less work per step, but has no
-    gradient. Both directions are not supported, because the reverse direction starts at the end of the sequence. For a
-    norm or a residual connection between layers, and for groups of layers, make a stepper of each layer and call them
-    in turn.
+    gradient. Only the forward direction is supported, because the reverse direction starts at the end of the sequence.
+    For a norm or a residual connection between layers, and for groups of layers, make one stepper per layer and call
+    them in turn.
 
     Args:
         layers (list): layers of `mlx_lstm.nn` or `mlx.nn`, or objects and dicts that have such parameters, as in
@@ -61,9 +64,10 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
                     "layers must have one direction, because the reverse direction starts at the end of the sequence,"
                 )
                 fail(OP, rule, "both directions")
-            # merge: how two directions are joined, here without effect. any_width=False: each layer must read the h of
-            # the one before, because no function `between` changes it.
+            # merge: how to join two directions; it has no effect for one. any_width=False: the features that a layer
+            # reads must be the h of the layer before, because there is no function `between` that changes h.
             depths = read_depths(sides, groups=1, engine=engine, merge="concat", any_width=False)
-        return [(layer.cell, layer.arrays, layer.engine) for (layer,) in depths]  # (layer,): a depth of one layer
+        # (layer,): with groups=1 each entry is a list of one layer.
+        return [(layer.cell, layer.arrays, layer.engine) for (layer,) in depths]
 
     return Stepper(OP, read, layers, batch=batch, is_stack=True)

@@ -1,11 +1,10 @@
-"""The rounding of the float64 oracle (the slow reference implementation): operations that are rounded to a dtype,
+"""The arithmetic of the float64 oracle (the slow reference implementation): operations that are rounded to a dtype,
 activations, and slopes of activations.
 
 The oracle's formulas take a `Rounding` called `fl`; `fl(value)` rounds the result of one operation. For float64 `fl`
-does nothing. For another dtype it rounds, so that the same formula is computed in that dtype. `closeness` passes a
-subclass, `Noise`, that adds random errors, in order to derive bounds on the errors of results.
-
-A unit roundoff is the largest relative error of rounding once: half a unit of the last place.
+does nothing. For another dtype it rounds, so that the same formula is computed in that dtype. To derive bounds on the
+errors of results, the module `closeness` passes the subclass `Noise`, which adds random errors. A unit roundoff is the
+largest relative error of one rounding: half a unit of the last place.
 """
 
 from collections.abc import Callable
@@ -18,34 +17,35 @@ Tensors = dict[str, Array]
 """The type of arrays by name."""
 
 ACTIVATION_UNITS = 8
-"""The largest error of an activation function's result before the result is stored: 8 unit roundoffs, which are 4
-units of the last place."""
+"""The largest error that an activation function may have before its result is stored, in unit roundoffs: 8 of them are
+4 units of the last place."""
 
 
 class Rounding:
     """The arithmetic of one dtype. Values are float64 arrays, and each operation's result is rounded to `dtype`.
 
-    This equals computing in `dtype`, since float64 has more than twice the digits of the other dtypes. A dot product or
-    a sum is one operation: accumulated in float32 (in float64 if `dtype` is float64), then rounded once.
+    This gives the same results as computing in `dtype`, because float64 has more than twice the digits of the other
+    dtypes. A dot product or a sum is one operation: it is accumulated in float32 (in float64 if `dtype` is float64),
+    then rounded once.
     """
 
     def __init__(self, dtype: DTypeLike):
-        """Make the arithmetic of this dtype. accumulator: the dtype in which products and sums add their terms."""
+        """Create the arithmetic of this dtype."""
         self.dtype: np.dtype = np.dtype(dtype)
         self.accumulator: type[np.floating] = np.float64 if self.dtype == np.float64 else np.float32
 
     def __call__(self, value: Array | float, units: int = 0) -> Array:
         """Round the result of one operation to the dtype. `units`: the operation's own error, counted in unit
         roundoffs of the accumulator's dtype; only the subclass `Noise` uses it."""
-        # The result is float64 again, because all values are kept so.
+        # All values are stored as float64, so convert the rounded result back.
         if self.dtype == np.float64:
             return np.asarray(value, np.float64)
         with np.errstate(over="ignore"):
             return np.asarray(value).astype(self.dtype).astype(np.float64)
 
     def load(self, value: Array) -> Array:
-        """Return an argument of the op, rounded to the dtype. A weight may be complex: its imaginary part then
-        describes the errors of a quantized weight. Only the subclass `Noise` reads it; here it is dropped."""
+        """Return an argument of the op, rounded to the dtype. A quantized weight may be complex: its imaginary part
+        describes its rounding errors, and only the subclass `Noise` reads it. Here it is dropped."""
         return self(np.real(value))
 
     def store(self, named: Tensors) -> Tensors:

@@ -1,11 +1,11 @@
-"""The arguments of the float64 oracle. A *case* is a dict with the argument names of the op `lstm`, `gru` or `rnn`
-as keys. Its key `op` names the op (default: "lstm"); "pointwise" is a cell that the user wrote, of one direction. An
-absent argument is a missing key or None. `recurrence` runs one direction of a case, completed with defaults.
+"""Prepare the arguments of the float64 oracle. A *case* is a dict with the argument names of the op `lstm`, `gru` or
+`rnn` as keys. Its key `op` names the op (default: "lstm"); "pointwise" is a cell that the user wrote, which has one
+direction. An absent argument is a missing key or None. This module splits a case into its directions and fills in the
+defaults; `recurrence` then runs each direction.
 
 Letters in shapes: T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions. An
-axis GH holds the gates in the order `gate_order`. ARRAYS: the names of all arrays; TAKEN, OPTIONS, OUTPUTS: by op the
-arrays and options that it takes, with their defaults, and its outputs; COMMON: the options of all ops. OWN_AXIS: arrays
-with an axis of directions.
+axis GH holds the gates in the order `gate_order`. OPTIONS and COMMON: the options of each op and of all ops, with their
+defaults.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from .arithmetic import Array, Rounding, Tensors
 
 Call = Mapping[str, Any]
 Cotangents = Mapping[str, Array | None]
-OneDirection = SimpleNamespace  # one direction of a case, with sizes and defaults filled in
+OneDirection = SimpleNamespace  # one direction of a case, with all arguments, sizes and defaults as attributes
 Step = SimpleNamespace  # the inputs and results of one time step
 
 ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", "bhn")
 NORMS = ("norm_scale", "norm_shift", "norm_c_scale", "norm_c_shift")  # scales and shifts of layer normalisation
 ARRAYS += NORMS
 ARRAYS += ("inputs", "params")  # of a cell that the user wrote: inputs of each step [T,B,U H], parameters [V H]
-OWN_AXIS = ("Wh", "Wp", "peephole", *NORMS)  # with both directions, these arrays have an axis of directions
+OWN_AXIS = ("Wh", "Wp", "peephole", *NORMS)  # arrays whose first axis is the direction if there are two
 OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}
 TAKEN = {  # the names of the arrays that each op takes
     "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", *NORMS),
@@ -79,8 +79,8 @@ def side_of(case: Call, d: int) -> Call:
       wider than 1, a keep [T,B,2].
     - Both directions share the array: any other x, a mask of width 1, a keep [T,B], hold [T,B].
 
-    G: gates; H: units; P: the width of h; keep: the factor on the states that a step carries on; hold: where a step
-    leaves the states unchanged.
+    G: gates; H: units; P: the width of h; keep: a factor on the states before a step; hold: the steps that leave the
+    states unchanged.
     """
     side = {**case, "bidirectional": False, "reverse": d == 1}
     for name in (n for n in ARRAYS if case.get(n) is not None):
@@ -95,8 +95,8 @@ def side_of(case: Call, d: int) -> Call:
 
 
 def is_shared(case: Call, name: str) -> bool:
-    """Return whether both directions use this array as a whole. Such arrays are an x that Wx still has to multiply, a
-    mask of width 1, and a keep (factor on the carried states) of shape [T,B]."""
+    """Return whether both directions use the array `name` as a whole. Such arrays are x, if the case has a Wx; a mask
+    of width 1; and `keep` (a factor on the states before a step) of shape [T,B]."""
     if name == "keep":
         return np.ndim(case["keep"]) == 2
     if name == "mask":
@@ -105,8 +105,8 @@ def is_shared(case: Call, name: str) -> bool:
 
 
 def half(case: Call, array: Array, d: int) -> Array:
-    """Return the part of an array that belongs to direction d. The array is an output, or has the layout of an
-    output. With one direction return the whole array."""
+    """Return the part of an output, or of an array with the same layout, that belongs to direction d: a half of its
+    last axis, or with one direction the whole array."""
     return np.split(np.asarray(array), 2, axis=-1)[d] if case.get("bidirectional") else array
 
 
@@ -128,9 +128,9 @@ def join_sides(case: Call, results: list[tuple[Tensors, Tensors]], fl: Rounding)
 
 
 def complete(case: Call, fl: Rounding) -> OneDirection:
-    """Return the case with sizes and defaults filled in. Defaults: an absent state is 0, absent lengths are T, an
-    absent mask is 1 (and stays None for a cell that the user wrote, which may have no Wh). Without `hold`, no step is
-    held (holding a step leaves the states unchanged)."""
+    """Return a case of one direction as an object with all arguments, sizes and defaults as attributes. An absent state
+    is 0, absent lengths are T, and an absent mask is 1 (but None for a cell that the user wrote, which may have no Wh).
+    Without `hold` no step is held; a held step leaves the states unchanged."""
     op = case.get("op", "lstm")
     options = OPTIONS[op] | COMMON
     unknown = set(case) - set(TAKEN[op]) - set(options) - {"op"}
@@ -141,7 +141,7 @@ def complete(case: Call, fl: Rounding) -> OneDirection:
         if value is not None:
             setattr(p, name, fl.load(value) if name in ARRAYS else value)
     p.given = [name for name in ARRAYS if case.get(name) is not None]
-    carried = 1  # blocks of H in c
+    carried = 1  # how many blocks of H numbers c has
     if op == "pointwise":
         p.gate_order, p.act, carried = range(p.graph.gates), {}, p.graph.states - 1
         p.outputs = ("h", "c", "hT", "cT") if carried else ("h", "hT")
@@ -150,18 +150,18 @@ def complete(case: Call, fl: Rounding) -> OneDirection:
     else:
         names = (*"ifgo", "output") if op == "lstm" else "rzn"
         p.act = dict(zip(names, p.activations, strict=True))
-        # `kink_distance` treats a clip as an activation, because the slope of both jumps at kinks.
+        # `kink_distance` treats a clip as an activation, because a clip, too, has kinks, where its slope jumps.
         p.act |= {"clip_c": "clip", "clip_h": "clip"} if op == "lstm" else {}
     p.T, p.B = p.x.shape[:2]
     # A cell that the user wrote may have no Wh; it always has h0.
     p.P = p.h0.shape[1] if p.Wh is None else p.Wh.shape[1]
     p.H = p.P if p.Wh is None else p.Wh.shape[0] // len(p.gate_order)
     p.h0 = np.zeros((p.B, p.P)) if p.h0 is None else p.h0
-    p.c0 = np.zeros((p.B, carried * p.H)) if p.c0 is None else p.c0  # zeros also for cells that do not use c0
+    p.c0 = np.zeros((p.B, carried * p.H)) if p.c0 is None else p.c0  # cells without c have a c0 of zeros, too
     p.mask_shape = np.shape(p.mask)
     if p.mask is not None or op != "pointwise":
         p.mask = np.broadcast_to(1.0 if p.mask is None else p.mask, (p.T, p.B, p.P))
-    p.frozen_clip = None  # or arrays that tests add to c and h in place of clipping them
+    p.frozen_clip = None  # or the arrays that are added to c and h in place of clipping them; `evaluate` sets it
     p.keep_shape = np.shape(p.keep)
     p.keep = None if p.keep is None else p.keep.reshape(p.T, p.B, 1)
     lengths = np.full(p.B, p.T) if p.lengths is None else np.asarray(p.lengths)

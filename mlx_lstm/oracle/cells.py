@@ -7,13 +7,15 @@ the name of an activation, p.norm_of says whether the recurrent product or its s
 ("product", "sum", None). `fl(value)` rounds the result of one operation. ACTIVATIONS has by name the activations as
 functions of the preactivation, SLOPES their derivatives as functions of the result.
 
-All steps are called alike: step(p, t, x, h_in, h_prev, c_prev, fl), with t the time index. h_in is h_prev times the
-mask, which the recurrent product multiplies. p.frozen_clip: arrays that an LSTM adds in place of clipping, or None. A
-cell without c returns c_prev unchanged. A step returns a `Step`, its values by name: the states h and c, the gates
-after their activations, the preactivations a by gate, and what the gradient reads, among it norm_values, those of layer
-normalisation. A backward step is called as step_back(p, s, dh, dc, dgates, fl), with the `Step` s and the gradients of
-its h, c and gates. It returns a `Step` of gradients: dh_in of h_in, dh_direct of h_prev apart from h_in or None,
-dc_prev of c_prev, and to_sum, the terms of this step from which `recurrence` sums the gradients of the arrays.
+All steps have the same arguments: step(p, t, x, h_in, h_prev, c_prev, fl), with t the time index. h_in is h_prev times
+the mask; Wh multiplies h_in. p.frozen_clip: arrays that an LSTM adds in place of clipping, or None. A cell without c
+returns c_prev unchanged. A step returns a `Step`, its values by name: the states h and c, the gates after their
+activations, the preactivations a by gate, and what the gradient reads, among it the values of layer normalisation.
+
+A backward step is called as step_back(p, s, dh, dc, dgates, fl), with the `Step` s of the forward step and the
+gradients of its h, c and gates. It returns a `Step` of gradients: dh_in, the gradient of h_in; dh_direct, the part of
+the gradient of h_prev that does not come through h_in, or None; dc_prev; and to_sum, the terms of this step that
+`recurrence` sums over all steps for the gradients of the arrays.
 """
 
 import numpy as np
@@ -51,12 +53,12 @@ def input_part(p: OneDirection, x: Array, fl: Rounding) -> Array:
 
 
 def normalised(a: Array, count: int, eps: float, fl: Rounding) -> tuple[Array, Array]:
-    """Return (y, r) for a [B,n], which is `count` blocks of `width` numbers side by side: one block of all gates, or a
-    block for each. y [B,count,width] is a with mean 0 and variance 1 over each block. r [B,count,1] is 1 /
-    sqrt(variance + eps). fl(...) rounds the result of one operation."""
+    """Normalise an array a [B,n], which has `count` blocks of n / count numbers side by side: one block of all gates,
+    or a block per gate. Return (y, r): y [B,count,width] is a with mean 0 and variance 1 in each block of `width`
+    numbers, r [B,count,1] is 1 / sqrt(variance + eps). fl(...) rounds the result of one operation."""
     parts = a.reshape(len(a), count, -1)
     width = parts.shape[-1]
-    # (2,): sums over the numbers of a block.
+    # (2,): the axis of the numbers of a block, over which `fl.total` sums.
     centred = fl(parts - fl(fl.total(parts, (2,)) / width))
     variance = fl(fl.total(fl(centred * centred), (2,)) / width)
     r = fl(1.0 / fl(np.sqrt(fl(variance + eps))))
@@ -64,9 +66,9 @@ def normalised(a: Array, count: int, eps: float, fl: Rounding) -> tuple[Array, A
 
 
 def unnormalised(d: Array, y: Array, r: Array, fl: Rounding) -> Array:
-    """Return the gradient of a [B,n], where `normalised(a)` returned y [B,count,width] and r, and d [B,n] is the
-    gradient of y. It is r (d - mean(d) - y mean(d y)), with means over each block of `width` numbers; fl(...) rounds
-    the result of one operation."""
+    """Return the gradient of an array a [B,n] before its normalisation: `normalised` returned y [B,count,width] and r
+    for it, and d [B,n] is the gradient of y. It is r (d - mean(d) - y mean(d y)), with means over each block of `width`
+    numbers; fl(...) rounds the result of one operation."""
     d, width = d.reshape(y.shape), y.shape[-1]
     mean, mean_dy = (fl(fl.total(terms, (2,)) / width) for terms in (d, fl(d * y)))
     return fl(fl(fl(d - mean) - fl(y * mean_dy)) * r).reshape(len(d), -1)
@@ -81,12 +83,12 @@ def scaled(y: Array, scale: Array | None, shift: Array | None, fl: Rounding) -> 
 
 
 def joined_parts(p: OneDirection, z: Array, product: Array, fl: Rounding) -> tuple[Array, Array, Tensors]:
-    """Return (z, product, norm_values) from the input's part z and the recurrent product, both [B,GH]: the two parts of
-    the preactivations after layer normalisation, of which the second is 0 if their sum was normalised. norm_values:
-    what the gradient needs."""
+    """Return both parts of the preactivations after layer normalisation, and what the gradient needs: (z, product,
+    norm_values). If the sum of both parts is normalised, `z` is the normalised sum and `product` is 0. z, product
+    [B,GH]: the input's part and the recurrent product, not yet normalised."""
     if p.norm_of is None:
         return z, product, {}
-    # count: how many blocks have a mean of their own: each gate, or all gates "together".
+    # count: the number of blocks that are normalised by themselves: one per gate, or one for all gates "together".
     count = len(p.gate_order) if p.norm_gates == "each" else 1
     a = fl(z + product) if p.norm_of == "sum" else product
     y, r = normalised(a, count, p.norm_eps, fl)
@@ -96,11 +98,13 @@ def joined_parts(p: OneDirection, z: Array, product: Array, fl: Rounding) -> tup
 
 
 def through_norm(p: OneDirection, s: Step, dinput: Array, drecurrent: Array, fl: Rounding) -> Tensors:
-    """Return the gradients of the input's part ("da"), of the recurrent product ("drecurrent"), and the terms of those
-    of scale and shift. dinput, drecurrent [B,GH]: the gradients of both parts after layer normalisation."""
+    """Compute the backward pass of layer normalisation at one step. Return by name the gradients of the input's part
+    ("da") and of the recurrent product ("drecurrent"), and this step's terms of the gradients of scale and shift.
+    dinput, drecurrent [B,GH]: the gradients of both parts after the normalisation. s: the values of the forward
+    step."""
     if p.norm_of is None:
         return dict(da=dinput, drecurrent=drecurrent)
-    # drecurrent is the gradient of the norm's result: times the scale and through the norm it is that of the product.
+    # back: the gradient before the normalisation. It is computed from drecurrent, the gradient of the norm's result.
     back = unnormalised(drecurrent if p.norm_scale is None else fl(drecurrent * p.norm_scale), s.norm_y, s.norm_r, fl)
     terms = fl(drecurrent * s.norm_y.reshape(drecurrent.shape))  # the scale multiplies norm_y
     da = back if p.norm_of == "sum" else dinput
@@ -116,25 +120,25 @@ def through(p: OneDirection, gate: str, y: Array, gradient: Array, dgates: Array
 
 def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one LSTM step and return its values. Inputs are x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times
-    the mask, and c_prev [B,H]. If p has a frozen clip, its arrays of step t are added to c and h in place of clipping
-    them: the gradient of clip_gradient "through" treats clipping as adding a constant, so tests by finite differences
-    add one. t is read only for this. h_prev is not read.
+    the mask, and c_prev [B,H]. p.frozen_clip: None, or arrays whose rows of step t are added to c and h in place of
+    clipping them. Tests by finite differences use it if clip_gradient is "through", because the gradient then treats
+    clipping as the addition of a constant. t is read only for this. h_prev is not read.
 
-    c = clip(f c_prev + i g)     h = clip(m Wp^T), m = o act_output(c)
+    c = clip(f c_prev + i g)     h = clip(m Wp^T), or clip(m) without Wp     m = o act_output(c)
     """
     a, norm_values = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
     c = unclipped = clipped(c_raw, p.cell_clip, fl) if p.frozen_clip is None else c_raw + p.frozen_clip["c"][t]
-    shown = c  # what h is computed from
+    shown = c  # the c from which h is computed
     if p.norm_c is not None:
         norm_values["norm_c_y"], norm_values["norm_c_r"] = normalised(c, count=1, eps=p.norm_eps, fl=fl)
         shown = scaled(norm_values["norm_c_y"], p.norm_c_scale, p.norm_c_shift, fl)
-        c = shown if p.norm_c == "state" else c  # "output": the next step gets c without the norm
-    if peeps_ahead(p):  # the output gate has a peephole to this c
+        c = shown if p.norm_c == "state" else c  # with "output" the next step gets c without the norm
+    if peeps_ahead(p):  # the output gate's peephole multiplies the new c
         a["o"] = fl(a["o"] + fl(block(p, p.peephole, "o") * c))
     gates["o"] = ACTIVATIONS[p.act["o"]](a["o"], fl)
-    # m is the h without a projection Wp. The names with "raw" are values before a clip. squashed: act_output of c.
+    # squashed: act_output of c. m: h before the projection Wp. h_raw, c_raw: values before a clip.
     squashed = ACTIVATIONS[p.act["output"]](shown, fl)
     m = fl(gates["o"] * squashed)
     h_raw = m if p.Wp is None else fl.dot(m, p.Wp.T)
@@ -142,25 +146,27 @@ def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_p
     # made: the values of this step that its gradient reads. clip_shift: what clipping added to c and h.
     made = dict(h=h, c=c, gates=join(p, gates), squashed=squashed, m=m)
     made |= dict(h_raw=h_raw, c_raw=c_raw, clip_shift={"c": unclipped - c_raw, "h": h - h_raw}) | norm_values
-    # Where a clip stops gradients (`stops`), its argument in units of the limit has kinks at -1 and 1.
+    # limits: for each clip its argument and its limit. stopping: for the clips that stop gradients, the argument
+    # divided by the limit. Its kinks, where the gradient jumps, are -1 and 1 (see `kink_distance`).
     limits = {"clip_c": (c_raw, p.cell_clip), "clip_h": (h_raw, p.projection_clip)}
     stopping = {k: raw / limit for k, (raw, limit) in limits.items() if stops(p, limit)}
     return Step(a=a | {"output": shown} | stopping, **made)
 
 
 def clipped(raw: Array, limit: float | None, fl: Rounding) -> Array:
-    """Return the array, limited to [-limit, limit]. A limit of 0 or less, or None, is no limit."""
+    """Return the array, limited to [-limit, limit]. If `limit` is None, 0 or negative, return it unchanged."""
     return fl(np.clip(raw, -limit, limit)) if limit and limit > 0 else raw
 
 
 def stops(p: OneDirection, limit: float | None) -> bool:
-    """Return whether the clip with this limit exists and stops gradients where it changes its argument."""
+    """Return whether the case has a clip with this limit, whose gradient is 0 where it changes its argument."""
     return p.clip_gradient == "zero" and limit is not None and limit > 0
 
 
 def before_clip(p: OneDirection, raw: Array, limit: float | None, gradient: Array) -> Array:
-    """Return the gradient of a clip's argument `raw`. It is `gradient`, or 0 where a clip that stops gradients changed
-    the argument. At the limit itself the gradient passes, as in torch.clamp."""
+    """Return the gradient of `raw`, the argument of a clip. gradient: the gradient of the clip's result. It passes
+    unchanged, except that it becomes 0 where a clip that stops gradients changed the argument. At the limit itself it
+    passes, as in torch.clamp."""
     return np.where(np.abs(raw) <= limit, gradient, 0.0) if stops(p, limit) else gradient
 
 
@@ -168,8 +174,8 @@ def lstm_preactivations(
     p: OneDirection, x: Array, h_in: Array, c_prev: Array, fl: Rounding
 ) -> tuple[Tensors, dict[str, Array]]:
     """Return an LSTM's preactivations [B,H] by gate, and what the gradient of layer normalisation needs. h_in: the h
-    before the step, times the mask. c_prev: the c before it. fl(...) rounds the result of one operation. If the output
-    gate has a peephole to the c of the same step, this peephole is not included, because that c is not known yet."""
+    before the step, times the mask. c_prev: the c before it. fl(...) rounds the result of one operation. The output
+    gate's peephole to the c of the same step, if there is one, is not included, because this c is not known yet."""
     # z and product: x Wx^T + b and h_in Wh^T, after layer normalisation if there is one.
     z, product, norm_values = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
     a = blocks(p, fl(z + product))
@@ -195,9 +201,9 @@ def lstm_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array
 
         h = m Wp^T      m = o act_out(c)      o = act(a_o + p_o c)      c = f c_prev + i g
 
-    `before_clip` is the gradient of the clips of h and c. y: the gates by letter. da(k, ...): the gradient of gate k's
-    preactivation. dshown: the gradient of what the output's activation reads, which is c or the normalised c. to_sum:
-    what the gradients of the parameters sum over all steps. fl(...) rounds the result of one operation.
+    s: the values of the forward step. y: the gates by letter. da(k, ...): the gradient of gate k's preactivation.
+    dshown: the gradient of the argument of act_out, which is c or the normalised c. to_sum: this step's terms of the
+    gradients of the parameters. fl(...) rounds the result of one operation.
     """
     dh = before_clip(p, s.h_raw, p.projection_clip, dh)
     y = blocks(p, s.gates)
@@ -219,7 +225,7 @@ def lstm_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array
     dc_prev = fl(dc * y["f"])
     for k in peeping_back(p):
         dc_prev = fl(dc_prev + fl(block(p, p.peephole, k) * d[k]))
-    # seen: the c that the peephole of each gate multiplies. d: the gradients of all preactivations, [B,4H].
+    # seen [B,4H]: for each gate the c that its peephole multiplies. d [B,4H]: the gradients of all preactivations.
     seen = join(p, {k: s.c if k == "o" and peeps_ahead(p) else s.c_prev for k in "ifgo"})
     d = join(p, d)
     to_sum = through_norm(p, s, d, d, fl) | dict(dpeephole=fl(d * seen), dh=dh, m=s.m) | of_norm_c
@@ -227,8 +233,8 @@ def lstm_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array
 
 
 def through_norm_of_c(p: OneDirection, s: Step, d: Array, fl: Rounding) -> tuple[Array, Tensors]:
-    """Return the gradient of c [B,H] before its layer normalisation, and the terms of the gradients of scale and shift.
-    d [B,H]: the gradient of the normalised c."""
+    """Return the gradient of c [B,H] before its layer normalisation, and by name this step's terms of the gradients of
+    scale and shift. d [B,H]: the gradient of the normalised c. s: the values of the forward step."""
     terms = dict(dnorm_c_scale=fl(d * s.norm_c_y.reshape(d.shape)), dnorm_c_shift=d)
     return unnormalised(d if p.norm_c_scale is None else fl(d * p.norm_c_scale), s.norm_c_y, s.norm_c_r, fl), terms
 
@@ -243,8 +249,8 @@ def gru_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_pr
 
     with a the input's part of each gate, x Wx^T + b.
     """
-    # y: the gates after their activations. products: with a norm, the normalised recurrent product of each gate. The
-    # variable z is the input's part of all gates, not the gate z.
+    # z: the input's part of all gates (not the gate z). y: the gates after their activations. products: with a norm,
+    # the normalised recurrent product of each gate; without a norm it is empty.
     z = input_part(p, x, fl)
     a, y, norm_values, products = blocks(p, z), {}, {}, {}
     if p.norm_of is not None:
@@ -253,8 +259,8 @@ def gru_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_pr
     for k in "rz":
         a[k] = fl(a[k] + (products[k] if products else fl.dot(h_in, rows(p, k).T)))
         y[k] = ACTIVATIONS[p.act[k]](a[k], fl)
-    entered = h_in if p.reset == "after" else fl(y["r"] * h_in)  # what the matrix of the candidate n multiplies
-    q = products["n"] if products else fl.dot(entered, rows(p, "n").T)  # the recurrent part of n
+    entered = h_in if p.reset == "after" else fl(y["r"] * h_in)  # the vector that the candidate's rows of Wh multiply
+    q = products["n"] if products else fl.dot(entered, rows(p, "n").T)  # the recurrent part of the candidate n
     q = q if p.bhn is None else fl(q + p.bhn)
     a["n"] = fl(a["n"] + (fl(y["r"] * q) if p.reset == "after" else q))
     y["n"] = ACTIVATIONS[p.act["n"]](a["n"], fl)
@@ -267,16 +273,17 @@ def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
     cotangent of the step's gates (the gradient that the caller gives for them). A GRU has no c: it passes dc on
     unchanged.
 
-    y: the gates by letter. da(k, ...): the gradient of gate k's preactivation. h is z h_prev + (1 - z) n, so to_h and
-    to_n are dh times these factors; flip_z exchanges them. entered: what the matrix of the candidate n multiplies.
+    s: the values of the forward step. y: the gates by letter. da(k, ...): the gradient of gate k's preactivation. h is
+    z h_prev + (1 - z) n, so the gradients to_h of h_prev and to_n of n are dh times z and 1 - z; flip_z exchanges them.
     """
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
-    of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))  # dh times z, and times 1 - z
+    of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))
     to_n, to_h = (of_z, of_rest) if p.flip_z else (of_rest, of_z)
     difference = fl(y["n"] - s.h_prev) if p.flip_z else fl(s.h_prev - y["n"])
     d = {"z": da("z", fl(dh * difference)), "n": da("n", to_n)}
-    # drecurrent_n: the gradient of the candidate's product with its matrix. s.q: this product, plus bhn.
+    # s.q: the recurrent part of the candidate, its product plus bhn. drecurrent_n: its gradient. dentered: the gradient
+    # of r h_in, which the candidate's rows of Wh multiply with reset "before".
     if p.reset == "after":
         d["r"] = da("r", fl(d["n"] * s.q))
         drecurrent_n = fl(d["n"] * y["r"])
@@ -288,10 +295,10 @@ def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
         dh_in = fl(dentered * y["r"])
     for k in "rz":
         dh_in = fl(dh_in + fl.dot(d[k], rows(p, k)))
-    # `d` holds the gradients of the gates' preactivations. The recurrent product of a gate has the same gradient. With
-    # reset == "after" the candidate n is an exception: r multiplies its product, so the gradient is d["n"] r.
+    # d: the gradients of the gates' preactivations, which are also the gradients of their recurrent products. Only the
+    # candidate's product may have another gradient, drecurrent_n: with reset "after" r multiplies this product.
     of_norm = through_norm(p, s, join(p, d), join(p, d | {"n": drecurrent_n}), fl)
-    if p.norm_of is not None:  # the gradient passes through the norm of the product of all gates
+    if p.norm_of is not None:  # with a norm of the product compute dh_in from the gradient before the norm
         dh_in = fl.dot(of_norm["drecurrent"], p.Wh)
     to_sum = of_norm | dict(entered=s.entered, dbhn=drecurrent_n)
     return Step(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
@@ -308,7 +315,8 @@ def rnn_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_pr
 
 def rnn_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array, fl: Rounding) -> Step:
     """Return the gradients of one step of a plain RNN. dh [B,H] is the total cotangent of the step's h, dgates [B,H]
-    the cotangent of the preactivation. A plain RNN has no c: it passes dc on unchanged, as it passes c on."""
+    the cotangent of the preactivation. A plain RNN has no c, so dc is returned unchanged. s: the values of the forward
+    step."""
     d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)
     to_sum = through_norm(p, s, d, d, fl)
     return Step(dh_in=fl.dot(to_sum["drecurrent"], p.Wh), dh_direct=None, dc_prev=dc, to_sum=to_sum)

@@ -2,9 +2,9 @@
 explains. The bounds are derived from the inputs alone. No number in this file is fitted to the results of an engine: if
 a check fails, look for the error in the engine.
 
-values: a function that computes results, by name, in the arithmetic of a `Rounding`. A trial is one evaluation of it
-with random errors; a bound comes from TRIALS of them, or from FEW if the tensors are LARGE. FLOATS: the constants of
-each dtype.
+values: a function that computes results by name in the arithmetic of a `Rounding`. A trial is one evaluation of this
+function with random errors in all operations. A bound comes from TRIALS (8) trials, or from FEW (2) if the tensors are
+LARGE.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,14 @@ Values = Callable[[Rounding], Tensors]
 TRIALS = 8
 SAFETY = 4
 LARGE, FEW = 100_000, 2
-"""For a tensor with at least LARGE elements, FEW evaluations with random errors are enough to find its error bound. For
-each other tensor, the rest of the TRIALS evaluations run only if a result differs by more than the bound from FEW."""
+"""How many evaluations with random errors find an error bound. For a tensor with at least LARGE elements FEW are
+enough. For other tensors FEW run first, and the rest of TRIALS only if the error of a result is above the bound from
+FEW. SAFETY: the factor between the largest observed change and the bound."""
 
 
 class Float(NamedTuple):
-    """Constants of a floating-point dtype: the gap above 1 (eps), the smallest normal and the smallest subnormal
-    number."""
+    """The constants of a floating-point dtype. eps: the distance from 1 to the next larger number. tiny: the smallest
+    normal number. smallest: the smallest subnormal number."""
 
     eps: float
     tiny: float
@@ -51,25 +52,26 @@ def float_of(dtype: DTypeLike) -> Float:
 
 
 def bounds_of(values: Values, dtype: DTypeLike) -> dict[str, float]:
-    """Return {name: bound}: the largest error that each result of `values` may have in `dtype`. `exact_and_bounds`
-    explains how. `values` is a function that computes the results in a `Rounding`."""
+    """Return {name: bound}: the largest error that each result may have in `dtype`. `exact_and_bounds` derives the
+    bounds. values: a function that computes the results in the arithmetic of a `Rounding`."""
     return widest(exact_and_bounds(values, dtype).bounds)
 
 
 def trials_for(elements: int) -> int:
-    """Return how many evaluations with random errors find the bounds of a case whose largest tensor has so many
-    elements."""
+    """Return how many evaluations with random errors find the bounds of a case. elements: the number of elements of its
+    largest tensor."""
     return TRIALS if elements < LARGE else FEW
 
 
 def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> Judge:
     """Return a `Judge` (exact, bounds), two dicts by name: the results that `values` computes in float64, and for each
-    result the largest error that a right implementation in `dtype` may have, as a `Bound`. trials: the number of
-    evaluations with random errors. A bound is the largest change in any of them, so fewer evaluations give equal or
-    narrower bounds.
+    result the largest error that a correct implementation in `dtype` may have, as a `Bound`. trials: the number of
+    evaluations with random errors. A bound comes from the largest change in any of them, so with fewer evaluations it
+    is equal or narrower.
 
-    The bounds depend only on the case. Its arrays must have values of `dtype`, and keep the arguments of relu and
-    hard_sigmoid away from their kinks, where rounding makes a gradient jump.
+    The bounds depend only on the case, not on any engine. The arrays of the case must have values that `dtype` can
+    represent. They must also keep the arguments of relu and hard_sigmoid away from their kinks, where rounding makes a
+    gradient jump.
 
     First-order error analysis says that the error of a result is the sum, over all operations, of the operation's error
     times the result's sensitivity to this error. The errors have known limits, with u the unit roundoff of `dtype` and
@@ -93,13 +95,14 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
     their factors in the result: C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. The case passes C as the imaginary part
     of the first weight of each group.
 
-    The sensitivities must come from the true Jacobian, whose terms cancel: a bound from absolute values grows
-    exponentially in T and would allow any result. So the sum is sampled (as CESTAC does): the float64 oracle is
-    evaluated with a random error added to every operation, between half of its limit and the whole limit, of either
-    sign. Each such evaluation is a trial. Half of the trials repeat the same errors at each time step, as an
-    activation's bias would. The largest change of a result over all trials (their number is TRIALS) is about twice the
-    root of the sum of squares of the terms. SAFETY times this change covers the worst case of up to 36 equal terms, in
-    which all their errors have the same sign. Another eps max|result| is added in case all random errors cancel.
+    The sensitivities must come from the true Jacobian, whose terms cancel. A bound from their absolute values would
+    grow exponentially in T and allow any result. So the sum is sampled, as the method CESTAC does: the float64 oracle
+    is evaluated with a random error added to every operation, between half of its limit and the whole limit, of either
+    sign. Each such evaluation is a trial. Half of the trials repeat the same errors at each time step, because the
+    error of an activation function may be the same at each step. The largest change of a result over all trials (TRIALS
+    of them) is about twice the root of the sum of squares of the terms. SAFETY times this change covers the worst case
+    of up to 36 equal terms, in which all their errors have the same sign. Another eps max|result| is added in case all
+    random errors cancel.
     """
     changes = Changes(values, dtype)
 
@@ -111,9 +114,9 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
 
 
 def exact_and_element_bounds(values: Values, dtype: DTypeLike) -> Judge:
-    """Return a `Judge` (exact, bounds) as `exact_and_bounds` does, with a bound for each element. It comes from the
-    changes that random errors in all operations make to this element alone, so it may be narrower than the bound of the
-    whole tensor. SAFETY times the largest change, and a floor for one rounding and underflow, is the bound."""
+    """Return a `Judge` (exact, bounds) like `exact_and_bounds`, but with a bound for each element. It may be narrower
+    than the bound of the whole tensor: it is SAFETY times the largest change that random errors in all operations make
+    to this element alone, plus `floor`, a part for one rounding and underflow."""
     changes = Changes(values, dtype)
     moved = changes.of(TRIALS)
     return Judge(changes.exact, {k: SAFETY * moved[k] + changes.floor(np.abs(a)) for k, a in changes.exact.items()})
@@ -122,7 +125,8 @@ def exact_and_element_bounds(values: Values, dtype: DTypeLike) -> Judge:
 class Changes:
     """The results of the function `values` in float64, and how much random errors change them.
 
-    exact: the results without errors.
+    exact: the results without errors. moved: the largest change of each element so far. done: how many evaluations with
+    random errors have run.
     """
 
     def __init__(self, values: Values, dtype: DTypeLike):
@@ -132,31 +136,32 @@ class Changes:
         self.done: int = 0
 
     def of(self, trials: int) -> Tensors:
-        """Evaluate until there are `trials` evaluations with random errors added to each operation. Return for each
-        element of the results the largest change in any of them."""
+        """Evaluate `values` with random errors, until `trials` such evaluations have run in all. Return for each
+        element of the results its largest change in any of them."""
         for trial in range(self.done, trials):
             # systematic: every second trial repeats its errors at each time step.
             noise = Noise(self.dtype, seed=trial, systematic=trial % 2 == 1)
             for name, value in self.values(noise).items():
-                # gain: how much larger than real errors the added ones were. np.maximum keeps NaN.
+                # gain: by which factor the added errors were larger than real ones. np.maximum returns NaN if one of
+                # both is NaN.
                 self.moved[name] = np.maximum(self.moved[name], np.abs(value - self.exact[name]) / noise.gain)
             self.done = trial + 1
         return self.moved
 
     def floor(self, size: Any) -> Any:
-        """Return the least bound on the error of a number of this size: eps times the size, as `exact_and_bounds` says,
-        and the error that underflow may add."""
+        """Return the part of a bound that is added in case all random errors cancel, for a number of this size: eps
+        times the size, plus the error that underflow may cause."""
         stored = float_of(self.dtype)
         return stored.eps * size + Noise(self.dtype, seed=0, systematic=False).underflow
 
 
 FIRST = 2**16
-"""How many random errors of each seed are kept. Trials of all cases have the same few seeds, and small cases need no
-more errors."""
+"""How many random errors of each seed are cached. The trials of all cases use the same few seeds, and a small case
+needs no more errors."""
 
 
 def errors(rng: np.random.Generator, shape: int | tuple[int, ...]) -> Array:
-    """Return random numbers with random signs, whose sizes are between 1 / 2 and 1."""
+    """Return random numbers of either sign, whose absolute values are between 1 / 2 and 1."""
     part = rng.uniform(-1.0, 1.0, shape)
     return (part + np.copysign(1.0, part)) / 2
 
@@ -168,11 +173,11 @@ def first_errors(seed: int) -> Array:
 
 
 class Noise(Rounding):
-    """float64 arithmetic that adds a random error to every result, as large as the error that an operation in
+    """float64 arithmetic that adds a random error to every result, about as large as the error that an operation in
     `dtype` may have.
 
-    If `dtype` is float64, the added errors are `gain` times larger than real ones, about 2^-26, to stand out from the
-    oracle's own rounding, about 2^-53. The first FIRST errors of a seed come from a cache, to save time.
+    If `dtype` is float64, real errors (about 2^-53) could not be distinguished from the oracle's own rounding. So the
+    added errors are `gain` times larger, about 2^-26. The first FIRST errors of a seed come from a cache, to save time.
     """
 
     def __init__(self, dtype: DTypeLike, seed: int, systematic: bool):
@@ -184,21 +189,21 @@ class Noise(Rounding):
         self.unit: float = self.gain * unit
         self.accumulator_unit: float = self.gain * accumulated.eps / 2
         self.underflow: float = max(stored.smallest, accumulated.tiny)
-        self.systematic: bool = systematic  # then the random errors repeat at every time step
+        self.systematic: bool = systematic  # whether the random errors are the same at every time step
         self.seed: int = seed
-        self.drawn: int = 0  # how many errors were drawn
-        self.rng: np.random.Generator | None = None  # draws the errors after the first FIRST ones
+        self.drawn: int = 0  # how many random errors have been used
+        self.rng: np.random.Generator | None = None  # draws the errors beyond the first FIRST ones, which are cached
 
     def start_step(self) -> None:
-        if self.systematic:  # repeat the errors of the step before
+        if self.systematic:  # use the same errors as at the previous step
             self.drawn, self.rng = 0, None
 
     def load(self, value: Array) -> Array:
         return np.asarray(value).astype(np.complex128 if np.iscomplexobj(value) else np.float64)
 
     def move(self, limit: Array) -> Array:
-        """Return random errors with random signs, whose sizes are between limit / 2 and limit: the next ones of this
-        seed, from the cache of the first FIRST ones, or from a generator that skips those that were drawn."""
+        """Return random errors of either sign, whose absolute values are between limit / 2 and limit. They are the next
+        random numbers of this seed: from the cache of its first FIRST numbers or, beyond these, from a generator."""
         shape = np.shape(limit)
         start, self.drawn = self.drawn, self.drawn + prod(shape)
         if self.drawn <= FIRST:
@@ -210,7 +215,7 @@ class Noise(Rounding):
     def __call__(self, value: Array | float, units: int = 0) -> Array:
         limit = (self.unit + units * self.accumulator_unit) * np.abs(value)
         limit += self.underflow
-        if np.count_nonzero(value) < limit.size:  # keep an exact zero: a moved zero would cross the kink of relu
+        if np.count_nonzero(value) < limit.size:  # add no error to an exact 0, which would cross the kink of relu
             limit = np.where(value == 0, 0.0, limit)
         return value + self.move(limit)
 
@@ -234,10 +239,10 @@ def errors_of_groups(a: Array, factors: Array) -> Array | float:
     """Return the additional rounding errors [M, N] of the product a [M, K] @ b [K, N] if the weights b are
     quantized, in unit roundoffs of the accumulator.
 
-    Quantized weights come in groups with a common scale. A kernel may sum over a group before it applies the scale.
-    Such a sum is larger than the group's part of the product, so its rounding errors are larger, too. `factors` [K,
-    N] says how much larger: it has a factor in the row of the first weight of each group, and 0 in all other rows.
-    `exact_and_bounds` gives the formula.
+    Quantized weights form groups, and the weights of a group share a scale. A kernel may sum over a group before it
+    applies the scale. Such a sum is larger than the group's part of the product, so its rounding errors are larger,
+    too. `factors` [K, N] says how much larger: it has a factor in the row of the first weight of each group, and 0 in
+    all other rows. `exact_and_bounds` gives the formula.
 
     If the groups lie along N instead of K, return 0: a kernel then multiplies b like a matrix that is not quantized.
     """

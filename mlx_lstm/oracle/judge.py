@@ -15,11 +15,10 @@ from .verdict import Judge
 class Case(NamedTuple):
     """A call with its numbers.
 
-    call: the arguments of the oracle, as a dict. For a cell that the user wrote, "op" is "pointwise", and
-    "graph" is its graph.
-    cotangents: the cotangents of outputs by name; without any, there are no gradients.
-    dtype: the name of the dtype in which the call is run. The arrays have values that it can represent.
-    weights: quantized weights by name, for whoever runs the call. The arrays of `call` have the same values.
+    call: the arguments of the oracle, as a dict. For a cell that the user wrote, "op" is "pointwise", and "graph" is
+    the cell's graph of operations. cotangents: the cotangents of outputs by name; without any, there are no gradients.
+    dtype: the name of the dtype in which the call is run. The arrays have values that it can represent. weights:
+    quantized weights by name, which an engine gets in place of the arrays of `call`; both have the same values.
     """
 
     call: Call
@@ -43,8 +42,9 @@ class Case(NamedTuple):
         return {name: value for name, value in self.call.items() if name not in ARRAYS and name != "op"}
 
     def names(self, training: bool = True) -> list[str]:
-        """Return the names of the results that the call has: with cotangents, the outputs that have one, and a gradient
-        "d" + name of each array; without cotangents, all outputs. training=False: no gradients and no gates."""
+        """Return the names of the results that are judged. Without cotangents these are all outputs. With cotangents
+        they are the outputs that have one, and the gradient "d" + name of each array. With training=False there are no
+        gradients and no gates."""
         if not training or not self.cotangents:
             return [name for name in OUTPUTS[self.op] if training or name != "gates"]
         gradients = [f"d{name}" for name in self.arrays if name not in self.weights]

@@ -1,17 +1,16 @@
-"""One time step of a cell that a user wrote, forward and backward: it computes the cell's graph of operations
-(`mlx_lstm.engines.cell_graph.CellGraph`). `recurrence` runs the steps over time.
+"""One time step of a cell that a user wrote, forward and backward. A step computes the cell's graph of operations
+(`mlx_lstm.engines.cell_graph.CellGraph`) node by node. `recurrence` runs the steps over time.
 
 Letters in shapes: B batch, H hidden units, G gates (blocks of H preactivations), C states besides h, U inputs of the
 cell at each step, V parameter vectors. `p` is one direction of a case; its arrays `inputs` [T, B, U H] and `params`
 [V H] belong to such cells only. `fl(value)` rounds the result of one operation.
 
 A graph is a list of nodes; a node has an operation, the numbers of its operands, and a value: an input's name, or the
-number of a constant. The name of an input is a letter and a number: x a preactivation (or its input's part), p its
-recurrent part if the cell reads both parts `apart`, s a state (s0 is h), u an input of the step, w a parameter, d the
-gradient of a new state. graph.number: {name of an input: its node}; graph.forward: the nodes of the new states;
-graph.names, graph.back: the inputs that have gradients, and the nodes of these. values: {node: its value [B, H]}.
-EXACT, ROUNDED, FUNCTIONS: NumPy's functions by operation: exact ones, those that only round their result, and those
-whose result may be off by ACTIVATION_UNITS roundings. COMPARISONS: operations that jump where their operands are equal.
+number of a constant. The name of an input is a letter and a number: x a preactivation, s a state (s0 is h), u an input
+of the step, w a parameter, d the gradient of a new state. If graph.apart is true, the cell reads the two parts of a
+preactivation as two values: x is then the input's part, and p the recurrent part. graph.number: {name of an input: its
+node}; graph.forward: the nodes of the new states; graph.names: the names of the inputs that have gradients; graph.back:
+the nodes of these gradients. values: {node: its value [B, H]}.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,14 +29,14 @@ EXACT: dict[str, Callable[..., Array]] = {
     "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal, "eq": np.equal,
     "ne": np.not_equal, "and": np.logical_and, "or": np.logical_or, "not": np.logical_not,
 }  # fmt: skip
-"""NumPy functions by the name of the graph's operation. Their results are exact, so they are not rounded."""
+"""{operation of a graph: NumPy function}. The results of these operations are exact, so they are not rounded."""
 
 ROUNDED: dict[str, Callable[..., Array]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt,
     "rem": lambda a, b: np.where(np.fmod(a, b) == 0, np.fmod(a, b), np.remainder(a, b)),
 }  # fmt: skip
-"""NumPy functions by the name of the graph's operation. Their only error is that the result is rounded once. rem: the
-remainder, which has the sign of b; but a remainder of 0 has the sign of a."""
+"""{operation of a graph: NumPy function}. The only error of these operations is that the result is rounded once. rem:
+the remainder, which has the sign of b; but a remainder of 0 has the sign of a."""
 
 FUNCTIONS: dict[str, Callable[..., Array]] = {
     "exp": np.exp, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10, "log1p": np.log1p,
@@ -46,8 +45,8 @@ FUNCTIONS: dict[str, Callable[..., Array]] = {
     "tan": np.tan, "sinh": np.sinh, "cosh": np.cosh, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan,
     "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "atan2": np.arctan2, "erf": np.vectorize(erf),
 }  # fmt: skip
-"""NumPy functions by the name of the graph's operation. An engine's result may have the error `ACTIVATION_UNITS`,
-relative to the result, before it is rounded."""
+"""{operation of a graph: NumPy function}. An engine's function may have a relative error of ACTIVATION_UNITS unit
+roundoffs before its result is rounded."""
 
 COMPARISONS = ("gt", "ge", "lt", "le", "max", "min", "eq", "ne")
 """The operations whose result or slope jumps where their two operands are equal."""
@@ -55,22 +54,22 @@ COMPARISONS = ("gt", "ge", "lt", "le", "max", "min", "eq", "ne")
 
 def graph_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
     """Run one step of the cell and return its values. x: the input. h_in: h_prev times the mask. c_prev [B, C H]: the
-    states besides h. In the result, `gates` is the input's part of the preactivations, and `values` has the value of
-    each node of the graph by its number."""
+    states besides h. In the result `gates` is the input's part of the preactivations, and `values` is {node of the
+    graph: its value}."""
     z, products, norm_values = input_part(p, x, fl), [], {}
     if p.Wh is not None:
         z, product, norm_values = joined_parts(p, z, fl.dot(h_in, p.Wh.T), fl)
         products = blocks(p, product)
-    parts = blocks(p, z)  # the input's part of each gate
-    # apart: the cell gets both parts of a preactivation. Else it gets their sums, and no products.
+    parts = blocks(p, z)  # for each gate the input's part of its preactivation
+    # With `apart` the cell gets both parts of each preactivation. Otherwise it gets only their sums.
     if products and not p.graph.apart:
         parts, products = [fl(a + q) for a, q in zip(parts, products, strict=True)], []
-    # Sequences that do not run step t may have NaN in their padding, so their inputs are 0, as `unroll` sets their x.
+    # Sequences that have ended or are held do not run step t, and may have NaN there. So their inputs are set to 0.
     inputs = [] if p.inputs is None else blocks(p, np.where(p.active[t], p.inputs[t], 0.0))
     params = [] if p.params is None else blocks(p, np.broadcast_to(p.params, (p.B, len(p.params))))
     groups = {"x": parts, "p": products, "s": [h_prev, *blocks(p, c_prev)], "u": inputs, "w": params}
     named = {f"{letter}{k}": value for letter, each in groups.items() for k, value in enumerate(each)}
-    # Begin with the nodes that are inputs; `computed` adds the others.
+    # At first `values` has only the nodes that are inputs; `computed` adds the values of other nodes.
     values = {n: named[name] for name, n in p.graph.number.items() if name in named}
     state = np.concatenate(computed(p, values, p.graph.forward, fl), axis=-1)
     return Step(h=state[:, : p.H], c=state[:, p.H :], gates=z, a={}, values=values, **norm_values)
@@ -83,10 +82,10 @@ def graph_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Arra
     given = {f"d{k}": gradient for k, gradient in enumerate([dh, *blocks(p, dc)])}  # d0 is the gradient of h
     values = s.values | {graph.number[name]: gradient for name, gradient in given.items() if name in graph.number}
     back = list(zip(graph.names, computed(p, values, graph.back, fl), strict=True))  # (name of an input, its gradient)
-    # The gradients by the letter of the input, side by side. none: an array without columns, for letters without any.
+    # d: {letter of inputs: their gradients side by side}. none: an array without columns, for a letter without inputs.
     none = np.zeros((p.B, 0))
     d = {k: np.concatenate([none, *(g for name, g in back if name[0] == k)], axis=-1) for k in "xpsuw"}
-    # A cell that adds input and product has one gradient for both; apart: it gets them as two arguments.
+    # Without `apart` the cell reads the sum of both parts of a preactivation, so both have the same gradient, d["x"].
     of_norm = through_norm(p, s, d["x"], d["p"] if graph.apart else d["x"], fl)
     dh_in = None if p.Wh is None else fl.dot(of_norm["drecurrent"], p.Wh)
     to_sum = of_norm | {"dinputs": d["u"], "dparams": d["w"]}
@@ -102,7 +101,8 @@ def computed(p: OneDirection, values: dict[int, Array], outputs: Sequence[int], 
     """Return the values [B, H] of these nodes of the graph. Compute all nodes that they depend on, and add their values
     to the dict `values` (number of the node: value)."""
     nodes = p.graph.nodes
-    # todo: the numbers of the nodes that must be computed. A node has a larger number than its operands.
+    # todo: the nodes that must be computed. In ascending order each node follows its operands, which have smaller
+    # numbers.
     todo, stack = set(), list(outputs)
     while stack:
         n = stack.pop()
@@ -123,16 +123,16 @@ def computed(p: OneDirection, values: dict[int, Array], outputs: Sequence[int], 
 
 
 def jumps(p: OneDirection, s: Step) -> Iterator[Array]:
-    """Yield how near the nodes of the graph come, at one step, to a point where rounding can make a result or its slope
-    jump: the difference between the two operands of a comparison, a maximum or a minimum; the distance from the
-    argument of floor, ceil, round, sign or abs, or from the quotient of a remainder's operands, to the nearest point
-    where this function or its slope jumps."""
+    """Yield for each node of the graph the distance, at one step, to a point where rounding can make its result or its
+    slope jump. For a comparison, a maximum or a minimum this is the difference of the two operands. For floor, ceil,
+    round, sign and abs it is the distance of the argument to the nearest point where the function or its slope jumps.
+    For a remainder it is the distance of the quotient to the nearest integer."""
     graph, values = p.graph, s.values
     # Also compute the nodes that only the gradient needs, but none that depends on a gradient.
     computed(p, values, [n for n in range(len(graph.nodes)) if not reads_gradient(graph, n)], Rounding(np.float64))
     for op, args, _ in (node for n, node in enumerate(graph.nodes) if n in values):
         operands = [values[k] for k in args]
-        # np.rint: the nearest integer, where floor and ceil jump.
+        # floor and ceil jump at integers; np.rint is the nearest one.
         if op in COMPARISONS:
             yield np.abs(operands[0] - operands[1])
         elif op in ("floor", "ceil"):

@@ -1,16 +1,16 @@
 """The ops of `mlx_lstm.recurrence` in NumPy float64. The code is slow and simple, and shares no code with the engines.
 
-Other modules of this package: `case` defines the arguments and the letters in shapes, `cells` defines one time step of
-each cell, `pointwise` one of a cell that the user wrote, `arithmetic` defines the rounded operations: `fl(value)`
-rounds the result of one operation to a dtype.
+It uses four modules: `case` defines the arguments, `cells` one time step of each cell, `pointwise` one time step of a
+cell that the user wrote, and `arithmetic` the rounded operations: `fl(value)` rounds the result of one operation to a
+dtype.
 
 A case is a dict of an op's arguments, arrays and options. `sides(case)` divides it into directions, and `complete`
-fills in the defaults: p stands for such a direction, with all arguments and sizes as attributes. T: time steps, B:
+fills in the defaults. The result p is one direction, with all arguments and sizes as attributes. T: time steps, B:
 sequences of the batch, I: input features, H: units, P: the width of h, G: gates, D: directions. s is a `Step`: the
-values of one time step, which the tape (a dict by t) keeps for the gradient. p.active[t] [B, 1]: which sequences run
-step t; p.alive[t]: which have not ended, held or not. keep: a factor on the states before a step; hold: steps that
-leave the states unchanged. A cotangent is the gradient that the caller gives for an output. `STEPS` has the functions
-that run one step of each op, forward and backward.
+values of one time step. The tape, a dict {t: Step}, stores them for the gradient. p.alive[t] [B, 1]: which sequences
+have not ended before step t; p.active[t]: which of these run step t, because they are not held. keep: a factor on the
+states before a step; hold: the steps that leave the states unchanged. A cotangent is the gradient that the caller gives
+for an output.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ def evaluate(
     results = []  # (outputs, gradients) of each direction
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
-        # `half` takes a direction's part of an array in which both lie side by side.
+        # `half` returns direction d's part of an array that has both directions side by side.
         p.frozen_clip = frozen_clip and {name: half(case, shift, d) for name, shift in frozen_clip.items()}
         outputs, tape = unroll(p, fl)
         gradients = {}
@@ -74,10 +74,10 @@ def evaluate(
 
 
 def clip_shift(**case: Any) -> Tensors:
-    """Return the changes that clipping made at each step, of "c" [T,B,DH] and "h" [T,B,DP]; 0 where the values were
-    within the limits."""
+    """Return what clipping added to "c" [T,B,DH] and "h" [T,B,DP] at each step; 0 where the values were within the
+    limits. Tests pass the result as `frozen_clip` to `forward`."""
     fl, shifts = Rounding(np.float64), []
-    # unroll(...)[1]: the values of each time step. Each step has its own changes in `clip_shift`.
+    # unroll(...)[1]: {t: the values of time step t}, among them `clip_shift`, what clipping added at this step.
     for p in (complete(side, fl) for side in sides(case)):
         shift = {"c": np.zeros((p.T, p.B, p.H)), "h": np.zeros((p.T, p.B, p.P))}
         for t, s in unroll(p, fl)[1].items():
@@ -89,8 +89,8 @@ def clip_shift(**case: Any) -> Tensors:
 
 def activation_arguments(*, fl: Rounding | None = None, **case: Any) -> list[tuple[str, Array]]:
     """Return a list of (activation's name, its arguments), one entry for each activation at each time step. A clip that
-    stops gradients counts as the activation "clip" of its argument divided by the limit. The arguments leave out
-    sequences of the batch that are held at the step or have ended."""
+    stops gradients counts as an activation "clip", with its argument divided by the limit. Sequences that are held at
+    the step or have ended are left out."""
     fl, seen = fl or Rounding(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
@@ -101,20 +101,21 @@ def activation_arguments(*, fl: Rounding | None = None, **case: Any) -> list[tup
 
 
 KINKS = {"relu": (0.0,), "hard_sigmoid": (-2.5, 2.5), "hard_sigmoid_sixth": (-3.0, 3.0), "clip": (-1.0, 1.0)}
-"""Where the slope of an activation jumps. "clip" is a clip that stops gradients, in units of its limit."""
+"""{activation: the arguments at which its slope jumps}. "clip" is a clip that stops gradients; its argument is divided
+by the limit."""
 
 
 def kink_distance(**case: Any) -> float:
     """Return how near an argument of relu, a hard sigmoid or a clip that stops gradients comes to a kink, where
     rounding can make a gradient jump. In a cell that the user wrote, return how near it comes to any jump (`jumps`).
 
-    Arguments that are exactly 0 are left out: such an argument is 0 because another activation computed it in its flat
-    part, and rounding leaves it 0.
+    Arguments that are exactly 0 are left out: another activation, such as relu, has returned 0 for them, which rounding
+    does not change.
     """
     if "graph" in case:
         p = complete(case, Rounding(np.float64))
         tape = unroll(p, Rounding(np.float64))[1]
-        # Where the cell has no value, such as at padded steps, a distance is NaN, which `min` passes over after inf.
+        # A distance may be NaN, for example at padded steps. Because inf comes first, `min` ignores NaN.
         return float(min([np.inf, *(distance.min() for s in tape.values() for distance in jumps(p, s))]))
     distances = (
         np.abs(argument[argument != 0] - kink).min(initial=np.inf)
@@ -128,19 +129,19 @@ def unroll(p: OneDirection, fl: Rounding) -> tuple[Tensors, dict[int, Step]]:
     """Run one direction of a case over time. Return (outputs, tape). The tape is a dict from t to the values of time
     step t. fl: how results are rounded."""
     step = STEPS[p.op][0]
-    widths = {"h": p.P, "c": p.c0.shape[1], "gates": len(p.gate_order) * p.H}  # a cell without c has zeros for it
+    widths = {"h": p.P, "c": p.c0.shape[1], "gates": len(p.gate_order) * p.H}
     outputs = {name: np.zeros((p.T, p.B, width)) for name, width in widths.items()}
     tape = {}
     h, c = p.h0, p.c0
     for t in p.times:
         fl.start_step()
-        # alive: the sequences that have not ended. on: of these, the ones that the option `hold` does not skip at t.
+        # alive: which sequences have not ended. on: which of these are not held at step t.
         on, alive = p.active[t], p.alive[t]
-        # last: the states before `times_keep` multiplies them by `keep`, which the gradient of `keep` reads.
+        # last: the states before they are multiplied by `keep`; the gradient of `keep` reads them.
         x, mask, last = or_zero(on, p.x[t]), None if p.mask is None else or_zero(on, p.mask[t]), (h, c)
         h, c = times_keep(p, t, h, fl), times_keep(p, t, c, fl)
         h_in = h if mask is None else fl(mask * h)
-        # s: what the step computed; then also what it read, which the gradient needs.
+        # s: the results of the step, to which its inputs are added, because the gradient reads both.
         s = step(p, t, x, h_in, h, c, fl)
         s = Step(**vars(s), x=x, mask=mask, last=last, h_in=h_in, h_prev=h, c_prev=c)
         h, c = np.where(on, s.h, h), np.where(on, s.c, c)
@@ -152,23 +153,23 @@ def unroll(p: OneDirection, fl: Rounding) -> tuple[Tensors, dict[int, Step]]:
 
 
 def or_zero(on: Array, value: Array) -> Array:
-    """Return `value` where `on` is true, else 0. The function selects instead of multiplying by 0, because the value
-    may be NaN for sequences that are held or have ended."""
+    """Return `value` where `on` is true, else 0. For sequences that are held or have ended the value may be NaN, so a
+    multiplication by 0 would not do."""
     return np.where(on, value, 0.0)
 
 
 def times_keep(p: OneDirection, t: int, value: Array, fl: Rounding) -> Array:
-    """Return a state, or the gradient of a state, times the argument `keep` of the direction p (the factor on the
-    states that a step gets) at time t, rounded by `fl`. Sequences of the batch that have ended stay unchanged."""
+    """Return a state, or the gradient of a state, times the factor `keep` of time step t, rounded by `fl`. The rows of
+    sequences that have ended stay unchanged. p: one direction of a case."""
     return value if p.keep is None else np.where(p.alive[t], fl(p.keep[t] * value), value)
 
 
 def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl: Rounding) -> Tensors:
     """Run backpropagation through time over the tape (the values of each time step). Return the gradients of the arrays
-    that the case has. fl: how results are rounded. dh, dc: the gradients of h and c from later steps; dh_t, dc_t: with
-    the cotangents of step t added."""
-    step_back = STEPS[p.op][1]  # the gradient of a step; index 0 is the step
-    cot = {name: fl.load(value) for name, value in cotangents.items()}  # rounded to the dtype
+    that the case has. fl: how results are rounded. dh, dc: the gradients of h and c that come from later steps. dh_t,
+    dc_t: dh and dc plus the cotangents of the outputs of step t."""
+    step_back = STEPS[p.op][1]  # the function that computes the gradients of one step
+    cot = {name: fl.load(value) for name, value in cotangents.items()}
     dh = cot.get("hT", np.zeros((p.B, p.P)))
     dc = cot.get("cT", np.zeros(p.c0.shape))
     rows = []
@@ -179,9 +180,9 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
         dgates = or_zero(on, cot["gates"][t]) if "gates" in cot else 0.0
         dgates = np.broadcast_to(dgates, (p.B, len(p.gate_order) * p.H))
         dh_t, dc_t = fl(dh + dh_t), fl(dc + dc_t)
-        # The gradient of h before the step: through the product (which a cell that the user wrote may lack) and the
-        # mask, and directly (of a GRU, and of a user's cell). Items that do not run this step pass the gradients on
-        # unchanged; last they go through `keep`.
+        # dh_prev: the gradient of h before the step. One part comes through the product and the mask (a user's cell may
+        # have no product), another part directly (in a GRU or a user's cell). For items that do not run this step the
+        # gradients stay unchanged. Last they are multiplied by `keep`.
         back = step_back(p, s, dh_t, dc_t, dgates, fl)
         dh_prev = back.dh_in if s.mask is None else fl(back.dh_in * s.mask)
         if back.dh_direct is not None:
@@ -189,11 +190,11 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
         dh_prev, dc_prev = np.where(on, dh_prev, dh_t), np.where(on, back.dc_prev, dc_t)
         dh, dc = times_keep(p, t, dh_prev, fl), times_keep(p, t, dc_prev, fl)
         da = back.to_sum["da"]  # the gradient of the preactivations
-        # row: the gradients of this step, and the arrays that the gradients of the weights multiply them by.
+        # row: the gradients of this step, and the arrays with which they are multiplied for the gradients of weights.
         row = back.to_sum | {"dx": da if p.Wx is None else fl.dot(da, p.Wx)}
         row |= {"x": s.x, "h_in": s.h_in} | ({} if s.mask is None else {"dmask": fl(back.dh_in * s.h_prev)})
         row = {name: or_zero(on, value) for name, value in row.items()}
-        if p.keep is not None:  # one factor multiplies all numbers of h and c, also where a step is held
+        if p.keep is not None:  # its gradient is a sum, because one factor multiplies all numbers of h and c of an item
             terms = np.concatenate([fl(dh_prev * s.last[0]), fl(dc_prev * s.last[1])], axis=1)
             row["dkeep"] = or_zero(alive, fl.total(terms, (1,)))
         rows.append((t, row))
@@ -201,12 +202,12 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
 
 
 def collect(p: OneDirection, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Rounding) -> Tensors:
-    """Return the gradients of all arguments. `rows`: for each time step a pair (t, gradients [B, ...] of this step by
-    name): da of the preactivations, drecurrent of the recurrent product, dx of the input, and so on. dh0, dc0: those of
-    the first states. `entered` is what a GRU's matrix of the candidate n multiplies, h_in or r h_in; h_in is what all
-    other rows of Wh multiply."""
+    """Return the gradients of all arguments: sums over the time steps. rows: for each time step a pair (t, arrays [B,
+    ...] of this step by name): da (the gradient of the preactivations), drecurrent (of the recurrent product), dx (of
+    the input) and so on. dh0, dc0: the gradients of the first states. `entered`: what the candidate's rows of a GRU's
+    Wh multiply, h_in or r h_in; all other rows multiply h_in."""
 
-    # The array [T, B, width] of one entry of all rows; 0 at time steps that have no row.
+    # Return the entry `name` of all rows as one array [T, B, width].
     def sequence(name: str, width: int) -> Array:
         out = np.zeros((p.T, p.B, width))
         for t, row in rows:

@@ -1,4 +1,4 @@
-"""Decide whether results are right: compare each result with its float64 value, within a bound on its error.
+"""Decide whether results are correct: compare each result with its float64 value, within a bound on its error.
 
 The function `judged` is the only place that refuses a result. It refuses a result that is missing or not expected, that
 has a wrong shape or dtype, that is NaN or shares memory with the reference, or whose error is above its bound.
@@ -13,12 +13,13 @@ from numpy.typing import ArrayLike, DTypeLike
 from .arithmetic import Array, Tensors
 
 TINY = float(np.finfo(np.float64).tiny)
-"""The least divisor of an error, so that a bound may be 0."""
+"""The smallest number by which an error is divided. It replaces a bound of 0."""
 
 
 class Bound(float):
-    """The largest error that a result may have, found by the first few evaluations with random errors. `widest()`
-    finds it by all of them: that bound is never narrower, so it is needed only for a result beyond this one."""
+    """The largest error that a result may have, found by a few evaluations with random errors. `widest()` finds it by
+    more evaluations, which takes longer. The wider bound is never smaller, so it is needed only if an error is larger
+    than this bound."""
 
     widest: Callable[[], float]
 
@@ -29,14 +30,15 @@ class Bound(float):
 
 
 def widest(bounds: dict[str, Any]) -> dict[str, Any]:
-    """Return bounds by name, each found by all evaluations with random errors."""
+    """Return the bounds by name, with each `Bound` replaced by the bound that all evaluations with random errors
+    find."""
     return {name: bound.widest() if isinstance(bound, Bound) else bound for name, bound in bounds.items()}
 
 
 class Verdict(NamedTuple):
-    """The comparison of one result with its float64 value. refusal: why the result is wrong, or "". error, bound: those
-    of the element with the largest ratio of error to bound. at: the index of this element. first: the index of the
-    first element beyond its bound."""
+    """The comparison of one result with its float64 value. refusal: why the result is wrong, or "" if it is correct.
+    error, bound: the error and the bound of the element with the largest ratio of error to bound. at: the index of this
+    element. first: the index of the first element whose error is above its bound."""
 
     tensor: str
     error: float = np.inf
@@ -58,8 +60,8 @@ def judged(
     bound: Array | float = np.inf,
     dtype: DTypeLike | None = None,
 ) -> Verdict:
-    """Compare a result with its float64 value. bound: one number, or one number per element; np.inf if only the shape
-    is known, and whether the result is finite. dtype: the dtype that the result must have, if it matters."""
+    """Compare a result with its float64 value. bound: one number, or one number per element. With np.inf a result needs
+    only the right shape and finite numbers. dtype: the dtype that the result must have; None for any."""
     if got is None or exact is None:
         return Verdict(name, refusal="missing" if got is None else "not expected")
     if got.shape != exact.shape:
@@ -79,7 +81,8 @@ def judged(
     beyond = np.argwhere((error > allowed) | ~np.isfinite(error))
     if not len(beyond):
         return Verdict(name, float(error[at]), float(allowed[at]), "", at)
-    # A `Bound` is computed from a few evaluations. Only a result beyond it is worth the widest bound, from all of them.
+    # A `Bound` comes from a few evaluations. Its widest form, from all evaluations, is computed only for an error above
+    # it.
     if isinstance(bound, Bound) and np.isfinite(error).all():
         return judged(name, got, exact, bound.widest(), dtype)
     refusal = f"error {error[at]:.3g} > bound {allowed[at]:.3g}"
@@ -89,7 +92,7 @@ def judged(
 
 
 def largest(array: ArrayLike) -> float:
-    """Return the largest absolute value; 0 for an empty array."""
+    """Return the largest absolute value in an array; 0 if the array is empty."""
     return float(np.max(np.abs(array), initial=0.0))
 
 
@@ -101,14 +104,14 @@ class Judge(NamedTuple):
     bounds: dict[str, Any]
 
     def verdicts(self, results: Tensors, names: Iterable[str] | None = None) -> list[Verdict]:
-        """Compare the results of these names (default: all that have a float64 value) with the float64 results.
-        A result that has no float64 value is refused."""
+        """Compare results with the float64 results. names: the names of the results that must be there; by default all
+        that have a float64 value. A result that has no float64 value is refused."""
         names = dict.fromkeys([*(self.exact if names is None else names), *results])
         return [judged(name, results.get(name), self.exact.get(name), self.bounds.get(name, np.inf)) for name in names]
 
     def judge(self, results: Tensors, names: Iterable[str] | None = None) -> Verdict:
-        """Return the worst of `verdicts`, whose refusal also names the result. Refuse a bound so wide that zeros would
-        pass."""
+        """Return the worst verdict on these results; its refusal also names the result. Also refuse a result whose
+        bound is so wide that an array of zeros would pass, because such a comparison shows nothing."""
         found = self.verdicts(results, names)
         empty = [v for v in found if not v.refusal and not self.shows(v.tensor)]
         wide = [v._replace(refusal=f"bound {v.bound:.3g} would accept zeros, so nothing is shown") for v in empty]
@@ -117,5 +120,6 @@ class Judge(NamedTuple):
         return worst._replace(refusal=worst.refusal and f"{worst.tensor}: {worst.refusal}")
 
     def shows(self, name: str) -> bool:
-        """Return whether the bound of a result refuses zeros. If not, a comparison with it shows nothing."""
+        """Return whether the bound of a result is small enough to refuse an array of zeros. If it is not, a comparison
+        shows nothing."""
         return bool(np.max(self.bounds[name]) < largest(self.exact[name]))

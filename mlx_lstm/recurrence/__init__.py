@@ -1,4 +1,5 @@
-"""Run an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All layers call these functions.
+"""Functions that run an LSTM, GRU, plain RNN or a user's cell over a sequence, with gradients. All layers of this
+package call them.
 
 For users, and exported by `mlx_lstm`:
 
@@ -10,15 +11,16 @@ For users, and exported by `mlx_lstm`:
 
 For the modules above this one: the layers, and the functions in the style of other libraries:
 
-- `Call` checks arguments, chooses an engine and runs it. `engine_used` is the property of a layer that returns the
-  engine of its latest call; `QuantizedLayer` is the base of layers with quantized weights, and `QUANTIZED`
-  has the quantized class of each class of layers.
-- `by_layer`, `of_layers`, `split_states`, `join_states` and `join_biases` translate the states and biases of stacks of
-  layers. `weight_shapes` returns the shapes of a layer's parameters. `common_dtype`, `in_dtype` and `in_common_dtype`
-  bring arrays into one dtype. `whole_steps` checks a layer's options `keep` (a factor on the state) and `hold` (steps
-  that leave the state unchanged), `whole_lengths` its option `lengths`.
-- `Stepper` runs layers one time step at a time. `OwnCell` is a cell of `pointwise` as a layer holds it; `side_by_side`
-  joins the states besides h into one array, and `apart_again` splits them. `check_arrays` checks a list of arrays.
+- `Call` checks arguments, chooses an engine (an implementation of the recurrence) and runs it. `engine_used` is the
+  property of a layer that returns the engine of its latest call. `QuantizedLayer` is the base class of layers with
+  quantized weights. `QUANTIZED` is the dict {class of a float layer: its quantized class}.
+- `by_layer`, `of_layers`, `split_states`, `join_states` and `join_biases` convert the states and biases of stacks of
+  layers, as torch and cuDNN store them. `weight_shapes` returns the shapes of a layer's parameters. `common_dtype`,
+  `in_dtype` and `in_common_dtype` cast arrays to one dtype. `whole_steps` checks a layer's options `keep` (a factor on
+  the state) and `hold` (steps that leave the state unchanged). `whole_lengths` checks its option `lengths`.
+- `Stepper` runs layers one time step at a time. `OwnCell` holds a user's cell in a layer. `side_by_side` joins the
+  states of such a cell, except for h, into one array, and `apart_again` splits this array. `check_arrays` checks a list
+  of arrays.
 - `unguarded` lets Metal kernels run without a prior test run, for commands that check every result themselves.
 """
 

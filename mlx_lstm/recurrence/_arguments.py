@@ -1,14 +1,17 @@
 """Check the arguments of a recurrence: shapes, dtypes and options. Build the cell that the options describe.
 
-T: time steps, B: batch items, I: input features, H: hidden units, P: the width of h (H, or that of a projection), G:
-gates, D: directions, 1 or 2. Arrays are in dicts by the names of the arguments: x, Wx, Wh, b, h0, c0, mask and so on.
-Two directions are joined in one array: side by side, such as h0 [B, D P], or on a first axis of 2, such as Wh [2, G H,
-P]; own is [2] then, else []. keep: a factor on the states before a step. packing: the format of quantized weights. op:
-the public function that error texts begin with. The functions of `ground.checks` raise a ValueError: `fail(op, rule,
-got)` with the text "[op] rule but got ..."; `check_array(op, name, array, shape, dtype, why)` for a wrong shape, in
-which a text such as "H" stands for any size; why: a text that is added to the rule; `check_sizes` for an axis of size
-0. `check_keep` checks the shape and the dtype of keep. ArraySpec: the shape and dtype of an array, without the array.
-WEIGHTS: the names of the arrays that may be quantized, Wx, Wh, Wp; `is_packed(name, arrays)` tells whether a weight is.
+T: time steps, B: batch items, I: input features, H: hidden units, P: the width of h (H, or the width of a projection),
+G: gates, D: directions, 1 or 2. The other names of this module are:
+
+- arrays: a dict {name of the argument: array}, such as x, Wx, Wh, b, h0, c0, mask. An array of both directions has
+  them side by side on one axis, such as h0 [B, D P], or has a first axis of 2, such as Wh [2, G H, P].
+- own: this first axis, [2], or [] if there is one direction.
+- keep: a factor on the states before a step. packing: the group size, bits and mode of quantized weights.
+- op: the name of the public function. All errors are a ValueError with the text "[op] rule but got ...".
+- `fail(op, rule, got)` raises this error. `check_array(op, name, array, shape, dtype, why)` raises it for a wrong type,
+  shape or dtype. In `shape` a string such as "H" stands for any size. why: a text that is added to the rule.
+- ArraySpec: a shape and a dtype, which the checks accept in place of an array.
+- WEIGHTS: the names of the weights that may be quantized, Wx, Wh, Wp. `is_packed(name, arrays)`: whether one is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +39,7 @@ from ._steps import check_keep
 
 Check = TypeVar("Check", bound=Callable[..., Cell])  # a function such as `check_lstm`
 Sizes = tuple[int, int, int, int]
-"""(T, B, H, P) of one direction."""
+"""The sizes (T, B, H, P): time steps, batch items, hidden units of one direction, width of its h."""
 
 NamedSpec = tuple[str, tuple[int, ...], mx.Dtype]
 """(name, shape, dtype) of an array. Only these matter to `check_shapes`, so its results can be cached."""
@@ -55,11 +58,11 @@ def check_call(
     and mode of its quantized weights, or None if there are none; and the sizes (T, B, H, P) of one direction: steps,
     batch, units, width of h.
 
-    inputs: arrays and `Quantized` weights by argument name. The parts of a `Quantized` weight are returned as
-    separate arrays, under the names of `Quantized.arrays`. flags: options that must be True or False, by name.
-    batch_first: x is [B, T, I]. one_step: x is [B, I], without a time axis.
-    """
-    # `isinstance` comes first only to save time in each call: the functions `check_...` then raise the error.
+    op: the function's name in errors. inputs: arrays and `Quantized` weights by argument name. The parts of a
+    `Quantized` weight are returned as separate arrays, such as Wh, Wh_scales, Wh_biases. flags: options that must be
+    True or False, by name. batch_first: x is [B, T, I]. one_step: x is [B, I], without a time axis. I: the features of
+    x."""
+    # To save time in each call, `check_flag` and `check_array` are called only for a wrong type, to raise the error.
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             check_flag(op, name, flag)
@@ -77,11 +80,12 @@ def check_call(
 
 
 def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
-    """Return (arrays, packing): the inputs with each `Quantized` weight replaced by its arrays, and the group size,
-    bits and mode, which must be the same for all quantized weights. At least one input is a `Quantized`."""
+    """Replace each `Quantized` weight among the arguments `inputs` by its arrays, such as Wh, Wh_scales, Wh_biases.
+    Return (arrays, packing); packing: the group size, bits and mode, which must be the same for all quantized weights.
+    At least one input is a `Quantized`."""
     quantized = {name: value for name, value in inputs.items() if isinstance(value, Quantized)}
     arrays = {name: value for name, value in inputs.items() if name not in quantized}
-    packings: dict[Packing, str] = {}  # {a format: the first weight that has it}; right if it gets one entry
+    packings: dict[Packing, str] = {}  # {packing: the first weight that has it}; two entries are an error
     for name, value in quantized.items():
         if name not in WEIGHTS:
             fail(op, f"{name} must be an mlx.core.array", "Quantized")
@@ -90,7 +94,7 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
                 check_array(op, f"{name}.{part}", array, shape=None)  # raises the error
         try:
             packings.setdefault(value.packing, name)
-        except TypeError:  # a field such as a list cannot be in a key: check_packing names it in an error
+        except TypeError:  # a field such as a list has no hash, so it is wrong: check_packing raises the error
             check_packing(op, *value.packing)
         arrays |= value.arrays(name)  # such as Wh, Wh_scales, Wh_biases
     packing = next(iter(packings))
@@ -102,19 +106,21 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
 
 
 def common_dtype(values: Iterable[Any]) -> mx.Dtype:
-    """Return the dtype to which arrays promote together, such as x and the parameters of a layer. values: arrays or
-    `Quantized` weights. Of the latter only the biases count, because scales may be integer codes."""
+    """Return the dtype to which all values promote together, such as x and the parameters of a layer. values: arrays,
+    `Quantized` weights or None. Of a `Quantized` weight only the biases count, because its scales may be integer codes.
+    """
     arrays = [value.biases if isinstance(value, Quantized) else value for value in values]
     return mx.result_type(*[array for array in arrays if array is not None])
 
 
 def in_dtype(values: dict[str, Any], dtype: mx.Dtype) -> dict[str, Any]:
-    """Return the values with every array cast to this dtype. Quantized weights stay as they are."""
+    """Return the dict `values` with every array cast to this dtype. `Quantized` weights stay unchanged."""
     return {name: value if isinstance(value, Quantized) else value.astype(dtype) for name, value in values.items()}
 
 
 def in_common_dtype(values: dict[str, Any]) -> tuple[dict[str, Any], mx.Dtype]:
-    """Cast all arrays to the dtype to which they promote together. Return the arrays and this dtype."""
+    """Cast all arrays in the dict `values` to the dtype to which they promote together. Return (the new dict, this
+    dtype). `Quantized` weights stay unchanged."""
     dtype = common_dtype(values.values())
     return in_dtype(values, dtype), dtype
 
@@ -140,8 +146,8 @@ def check_shapes(
 ) -> Sizes:
     """Check the shapes and dtypes of a call's arrays. Return the sizes (T, B, H, P) of one direction.
 
-    specs: the name, shape and dtype of each array. The result is cached, because the checks take as long as one step of
-    a small layer.
+    specs: the name, shape and dtype of each array. packing: the group size, bits and mode of quantized weights, or None
+    if there are none. The result is cached, because the checks take as long as one step of a small layer.
     """
     arrays = {name: ArraySpec(shape, dtype) for name, shape, dtype in specs}
     if packing is not None:
@@ -151,9 +157,9 @@ def check_shapes(
     x, Wh, G = arrays["x"], arrays["Wh"], cell.gates
     D = 2 if bidirectional else 1
     GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
-    # For error texts: GH and DGH are the words for the sizes G H and D G H; `many` stands before a size, "2" for two
-    # directions, as in 2P. own: the axis of arrays with one entry per direction. If the call has no Wx, its x is the
-    # product x Wx^T already, with D G H features.
+    # GH and DGH: the sizes G H and D G H as error texts write them, such as "4H". many: "2" before a size of both
+    # directions, as in "2P". own: the first axis of arrays with one entry per direction. If the call has no Wx, its x
+    # is already the product x Wx^T, with D G H features.
     own, many = ([2] if bidirectional else []), ("2" if bidirectional else "")
     check_array(op, "x", x, ["T", "B", "I" if "Wx" in arrays else DGH])
     joined = " (join_directions joins the arrays of two directions)" if bidirectional and len(Wh.shape) == 2 else ""
@@ -173,10 +179,10 @@ def check_shapes(
     if "Wx" not in arrays and I != D * G * H:
         fail(op, f"x must have shape [T, B, {DGH} = {D * G * H}] when Wx is None", f"shape {list(x.shape)}")
     shapes = weight_shapes(G, (I, H, P), D) | {"h0": [B, D * P], "c0": [B, D * H]}
-    # Reasons for error texts, by the array: what the rule on its shape follows from, or what mistake it probably is.
-    # An h0 of the shape of a bias is probably the second of two biases, in the place after b.
+    # reasons: what an error about a wrong shape adds to its rule: where the rule comes from, or the probable mistake.
+    # An h0 with the shape of a bias is probably torch's second bias, passed as the argument after b.
     why = f", as x is [{'batch, time' if batch_first else 'time, batch'}, features] = {list(x.shape)},"
-    is_bias = arrays.get("h0", x).shape == (D * G * H,)  # torch has two biases, b_ih and b_hh
+    is_bias = arrays.get("h0", x).shape == (D * G * H,)
     first = " (b is one bias, such as the sum of two)" if is_bias else why
     reasons = {"h0": first, "c0": why, "Wx": f", as Wh has shape {list(Wh.shape)} and x {list(x.shape)},"}
     for name in (name for name in shapes if name in arrays):
@@ -191,13 +197,13 @@ def check_shapes(
 def weight_shapes(
     G: int, sizes: tuple[int | str, int, int | str], D: int = 1, params: int = 0
 ) -> dict[str, Sequence[int | str]]:
-    """Return the shapes of all arrays of parameters that a call may have, by name: a cell has only some of them.
+    """Return {name: shape} of every parameter that a cell of any kind may have. Each cell has only some of them.
 
-    G: the number of gates. sizes: (I, H, P), the features of x, the units, the width of h; a size that is free is a
-    word. D: 2 with both directions, whose arrays are one after the other, or on a first axis (`own`). params: the
-    parameters per unit of a user's cell. The scales and shifts of layer normalisation are those of the recurrent
-    product h Wh^T, or of its sum with the input's part if the sum is normalised ("norm"), of the input's product x Wx^T
-    ("norm_input"), and of c.
+    G: the number of gates. sizes: (I, H, P), the features of x, the units, the width of h; a string such as "I" stands
+    for any size. D: the number of directions; an array of two directions has the rows of one after those of the other,
+    or has a first axis of 2. params: the parameters per unit of a user's cell. Layer normalisation has a scale and a
+    shift for h Wh^T or for the sum x Wx^T + h Wh^T ("norm_scale", "norm_shift"), for x Wx^T ("norm_input_scale",
+    "norm_input_shift") and for c ("norm_c_scale", "norm_c_shift").
     """
     (I, H, P), own = sizes, [2] if D == 2 else []
     shapes: dict[str, Sequence[int | str]] = {"Wx": [D * G * H, I], "b": [D * G * H], "bhn": [D * H]}
@@ -214,8 +220,9 @@ def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: d
     check_sizes(op, "x", x)
     (T, B, I), H = x.shape, arrays["h0"].shape[-1] // D
     shapes = weight_shapes(G, (I, H, H), D, graph.params) | {"h0": [B, D * H], "c0": [B, D * cell.carried * H]}
-    names = {"h0": "state[0]", "c0": "state[1:]"}  # the user passes all states in one list
-    # The features of x need no check of their own: Wx must have I columns, and without Wx `gates_of` found G from them.
+    names = {"h0": "state[0]", "c0": "state[1:]"}  # names for errors: the user passes all states in one list, `state`
+    # The number of features of x needs no separate check. With Wx, the check of Wx compares it with the columns of Wx.
+    # Without Wx, the number of gates G was computed from it.
     for name in (name for name in shapes if name in arrays):
         check_array(op, names.get(name, name), arrays[name], shapes[name], x.dtype)
     if "keep" in arrays:
@@ -233,8 +240,8 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
         fail(op, "x must be float32, float16 or bfloat16 where weights are quantized", dtype)
     for name in (name for name in WEIGHTS if is_packed(name, arrays)):
         packed, scales, biases = (arrays.get(f"{name}{end}") for end in ("", "_scales", "_biases"))
-        # A row of the array is a row of weights as one string of bits, in 32-bit words. columns: the weights of a row.
-        # words and columns may not fit together; then the next test fails. (0,): an array without axes has no weights.
+        # A row of the packed array stores a row of weights as consecutive bits, in 32-bit words. columns: the weights
+        # of a row, rounded down; the next test fails if it was rounded. (0,): an array without axes has no weights.
         *rows, words = cast(ArraySpec, packed).shape or (0,)
         columns = words * 32 // packing.bits
         if (
@@ -260,8 +267,8 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
 
 
 def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
-    """Check that the mask broadcasts to `shape`, which is [T, B, D P], without enlarging `shape`. many: D in the error
-    text, "2" with both directions, else ""."""
+    """Check that the mask broadcasts to `shape`, which is [T, B, D P], without enlarging `shape`. many: the number of
+    directions in the error text, "2", or "" for one. T, B, D, P: steps, batch items, directions, width of h."""
     check_array(op, "mask", mask, None, dtype)  # None: its shape is checked below
     try:
         fits = np.broadcast_shapes(mask.shape, shape) == shape
@@ -280,7 +287,7 @@ def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
     T, B, D, dtype = problem.T, problem.B, problem.directions, arrays["x"].dtype
     G, H, P = problem.cell.gates, problem.H, problem.P
     shapes = {"h": [T, B, D * P], "c": [T, B, D * H], "gates": [T, B, D * G * H], "hT": [B, D * P], "cT": [B, D * H]}
-    # The outputs that each gradient op always needs; for a plain RNN h or gates suffice, see below.
+    # The outputs that each gradient op always needs. A plain RNN needs one of h and gates, which is checked at the end.
     for name in {"lstm": ("gates", "c"), "gru": ("gates", "h"), "rnn": ()}[problem.cell.op]:
         check_array(op, name, saved.get(name), shapes[name], dtype)
     for name, array in saved.items():
@@ -294,8 +301,8 @@ def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
 
 
 def once(check: Check) -> Check:
-    """Return a function such as `check_lstm` with a cache of its results, because one check takes as long as a step of
-    a small layer."""
+    """Decorate a function such as `check_lstm` with a cache of its results, because one check takes as long as a step
+    of a small layer."""
     # typed: 1, 1.0 and True are different arguments, because a check may refuse one of them.
     cached = lru_cache(maxsize=256, typed=True)(check)
 
@@ -313,7 +320,7 @@ class Clips(NamedTuple):
 
     cell_clip: float | None  # the limit on |c|
     projection_clip: float | None = None  # the limit on |h|, only of a projected h
-    clip_gradient: str = "through"  # as if nothing were clipped; "zero": 0 where a number was clipped
+    clip_gradient: str = "through"  # the gradient ignores the clips; "zero": it is 0 where a number was clipped
     has_projection: bool = False  # whether there is a Wp
 
 
@@ -340,7 +347,7 @@ def check_lstm(
     check_option(op, "clip_gradient", clip_gradient, ("through", "zero"))
     bias = check_number(op, "forget_bias", forget_bias)
     i, f, g, o, output = activations
-    # Without a clip both rules mean the same. So only one of them is used, and the same kernels run.
+    # Without a clip both values of clip_gradient mean the same. So always store "through": equal cells share kernels.
     rule = clip_gradient if clip is not None or of_h is not None else "through"
     return LSTMCell(gate_order, (i, f, g, o, output), output_peephole, clip, bias, of_h, rule)
 
@@ -349,9 +356,9 @@ def check_lstm(
 def check_gru(
     gate_order: str, activations: Sequence[str], reset: str, flip_z: bool, has_bhn: bool, op: str = "gru"
 ) -> GRUCell:
-    """Check the options of a GRU. Return the cell that they describe. reset: r multiplies h "before" the product with
-    the candidate's matrix, or the product "after" it. flip_z: z is the weight of the candidate n, not of h. has_bhn:
-    whether the call has `bhn`, the bias of that product, which r multiplies only if it comes after the product."""
+    """Check the options of a GRU. Return the cell that they describe. reset: with "before" the reset gate r multiplies
+    h before the candidate's recurrent product; with "after" it multiplies the product. flip_z: z is the weight of the
+    candidate n, not of h. has_bhn: whether the call has `bhn`, the bias of that product; only "after" allows it."""
     check_gate_order(op, gate_order, "rzn")
     check_activations(op, activations, "three names: those of r, z, n", count=3)
     check_option(op, "reset", reset, ("after", "before"))
@@ -369,7 +376,7 @@ def check_rnn(activation: str, op: str = "rnn") -> RNNCell:
 
 
 def check_gate_order(op: str, gate_order: object, gates: str) -> None:
-    """Check that `gate_order` is a text with each letter of `gates` exactly once."""
+    """Check that `gate_order` is a string that has each letter of `gates` exactly once."""
     if not isinstance(gate_order, str) or sorted(gate_order) != sorted(gates):
         fail(op, f"gate_order must be a permutation of {gates!r}", repr(gate_order))
 

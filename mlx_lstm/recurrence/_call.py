@@ -1,12 +1,17 @@
 """Run one call of a recurrence: check the caller's arguments, describe them as a `Problem`, choose an engine and run
 it.
 
-T: time steps, B: batch items, H: hidden units, P: the width of h, D: directions. sizes: (T, B, H, P). Arrays are in
-dicts by the names of the arguments (x, Wx, Wh, ...) and outputs (h, c, gates, hT, cT). packing: the format of quantized
-weights, or None. keep: a factor on the states before a step; hold: steps that leave the states unchanged; engines know
-no `hold`, so `Steps` (`_steps`) moves the other steps together before an engine runs. A cotangent is the gradient that
-the caller gives for an output. A `Choice` is an engine's name and why it was chosen; METAL_ENGINES: "fused" and
-"stepwise", the engines whose kernels are tested before their first use. op: what error texts begin with.
+The names of this module are:
+
+- sizes: (T, B, H, P), that is time steps, batch items, hidden units, width of h. D: directions.
+- arrays: a dict by the names of the arguments (x, Wx, Wh, ...). Outputs are in a dict, too (h, c, gates, hT, cT).
+- packing: the group size, bits and mode of quantized weights, or None.
+- keep: a factor on the states before a step. hold: steps that leave the states unchanged. Engines do not support
+  `hold`, so `Steps` (`_steps`) moves the other steps together before an engine runs.
+- A cotangent is the gradient of an output, which the caller gives.
+- A `Choice` is an engine's name and the reason why it was chosen.
+- METAL_ENGINES: "fused" and "stepwise", the engines whose kernels are tested before their first use.
+- op: the name of the function or layer in error texts.
 """
 
 from collections.abc import Sequence
@@ -44,9 +49,9 @@ engine='ops' says that the graph is wanted."""
 
 
 class Wanted(NamedTuple):
-    """What a caller wants: the output gates, a forward pass that saves what a gradient needs (`training`), the last
-    states hT and cT. cotangents: the names of the outputs that have a cotangent in a gradient op, or None in a forward
-    pass."""
+    """What the caller of a recurrence wants. return_gates: the output `gates`. training: a forward pass that saves what
+    a gradient needs. wants_last: the last states hT and cT. cotangents: in a gradient op the names of the outputs whose
+    gradients the caller gives; None in a forward pass."""
 
     return_gates: bool
     training: bool
@@ -55,15 +60,16 @@ class Wanted(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The options of one call as the caller passed them: the cell and the flags, not yet checked against the arrays.
-    An engine gets a `Problem` instead, which is checked and also describes the arrays.
+    """The options of one call as the caller passed them, not yet checked against the arrays. An engine gets a `Problem`
+    instead, which is checked and also describes the arrays.
 
-    reverse: the only direction runs from the last step to the first. lengths: the number of steps of each batch item.
-    engine: the one that the user forces. stream: where MLX runs the call. batch_first: x and the sequences are [B, T,
-    features], keep and hold are [B, T]; `backward` does not support this option. lengths_checked: this package computed
-    the lengths, so their range needs no check. checkpoint_every: save the states of every n-th step only, or "auto".
-    one_step: x is [B, I], without a time axis. op: the name of the layer in error texts; "" for the functions lstm, gru
-    and rnn.
+    cell: the kind of cell with its options. reverse: the single direction runs from the last step to the first.
+    lengths: the number of steps of each batch item. engine: the engine that the user forces, or None. stream: where MLX
+    runs the call. batch_first: the batch axis is before the time axis in x, in the output sequences, in keep and in
+    hold; `backward` does not support this option. hold: steps that leave the state unchanged. lengths_checked: the
+    lengths need no check of their range, because this package computed them. checkpoint_every: save the states of every
+    n-th step only, or "auto". one_step: x is one step, [batch, features]. op: the name of the layer in error texts; ""
+    for the functions lstm, gru and rnn.
     """
 
     cell: AnyCell
@@ -87,11 +93,11 @@ class Call(NamedTuple):
     def forward(
         self, weights_and_arrays: dict[str, Any], *, return_gates: bool, training: bool, wants_last: bool = True
     ) -> tuple[dict[str, Any], Choice]:
-        """Run the forward pass. Return the outputs, which MLX can differentiate, and the choice of the engine that
-        ran.
+        """Run the forward pass. Return (outputs by name, the choice of the engine that ran). MLX can differentiate the
+        outputs.
 
-        The output `gates` is None without `return_gates`. The last states hT and cT are missing without
-        `wants_last`.
+        weights_and_arrays: the arguments by name, such as x, Wx, h0. training: save what a gradient needs. The output
+        `gates` is None without `return_gates`. The last states hT and cT are missing without `wants_last`.
         """
         op = self.title
         if self.checkpoint_every is not None:
@@ -103,13 +109,14 @@ class Call(NamedTuple):
         )
         # NOWHERE: a context that does nothing, because the caller named no stream.
         with NOWHERE if self.stream is None else on(self.stream, op):
-            # `with_lengths` adds the lengths to the arrays. `plan_with_norm` chooses the engine; most engines do not
-            # normalise the input's product, so it computes this product, which changes the arrays and the cell of call.
+            # `plan_with_norm` chooses the engine. If this engine cannot normalise the input's product x Wx^T, then
+            # `plan_with_norm` computes the product itself: it returns another call and other arrays.
             if self.hold is None and "keep" not in arrays:
                 arrays, wanted = self.with_lengths(arrays, sizes, op), Wanted(return_gates, training, wants_last)
                 call, arrays, problem, chosen = self.plan_with_norm(arrays, sizes, packing, wanted)
                 return call.run(problem, arrays, chosen), chosen
-            # steps: applies `keep` and `hold` around the engine. inner: the arrays as the engine gets them.
+            # steps: an object that applies `keep` and `hold` before and after the engine runs. inner: the arrays that
+            # the engine gets.
             steps, call = self.steps(arrays, sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
             # With `hold` the engine does not run the held steps. So `steps.outputs` reads the last states of the call
@@ -120,20 +127,20 @@ class Call(NamedTuple):
             return steps.outputs(call.run(problem, inner, chosen), arrays, wants_last), chosen
 
     def run(self, problem: Problem, arrays: Arrays, chosen: Choice) -> dict[str, Any]:
-        """Run the chosen engine. Return the outputs, which MLX can differentiate."""
-        # refusal: a function that tests the kernels of the backward pass when MLX asks for a gradient; None if they
-        # need no test. If they fail, a forced engine raises an error; in place of another one `ops` runs.
+        """Run the chosen engine on the arrays of the call. Return {name: output}. MLX can differentiate the outputs."""
+        # refusal: a function that tests the backward kernels when MLX asks for a gradient; None if they need no test.
+        # If the test fails, an engine that the user forced raises an error; otherwise engine `ops` takes over.
         refusal = None
         if chosen.engine in METAL_ENGINES:
             refusal = guarded_gradients(chosen, problem, is_forced=self.engine is not None)
         return run(problem, arrays, chosen.engine, refusal)
 
     def backward(self, weights_and_arrays: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
-        """Return the gradients of all float arrays of the call. Quantized weights have no gradient.
+        """Return the gradients of all float arrays of the call. Quantized weights have no gradient. saved: outputs of
+        the forward pass, such as gates and c. cotangents: the gradients of outputs, by the outputs' names.
 
-        Engines know no option `hold`, and take `keep` only as [T, B, D]. So a call with one of them goes through
-        `backward_of_steps`, which prepares the arrays.
-        """
+        Engines do not support `hold`, and take `keep` only as [T, B, D]. So a call with one of these options goes
+        through `backward_of_steps`, which converts the arrays. T, B, D: steps, batch items, directions."""
         op = f"{self.cell.op}_gradients"
         flags = {"reverse": self.reverse}
         arrays, packing, sizes = check_call(op, weights_and_arrays, self.cell, self.bidirectional, flags)
@@ -146,12 +153,14 @@ class Call(NamedTuple):
     def run_backward(
         self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None
     ) -> Arrays:
-        """Return the gradients of a call without the option `hold` (steps that leave the state unchanged). If there
-        is an array `keep` (a factor on the state), it already has the shape [T, B, D] that engines take."""
+        """Return the gradients of a call without the option `hold` (steps that leave the state unchanged). An array
+        `keep` (a factor on the state) must already have the shape [T, B, D] that engines take. saved: outputs of the
+        forward pass. cotangents: the gradients of outputs, by the outputs' names. T, B, D: steps, batch items,
+        directions."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
-        # others: `plan` finds out whether they have values, too.
+        # others: the arrays besides the arguments. `plan` checks whether they, too, have values (are not traced).
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
-        # The gates count as wanted only if they have a cotangent. The last states may always have one.
+        # return_gates: only if the gates have a cotangent. wants_last: always, as hT and cT may have one.
         wanted = Wanted("gates" in names, training=True, wants_last=True, cotangents=names)
         problem, chosen = self.plan(arrays, others, sizes, packing, wanted)
         if "h" not in saved:
@@ -167,8 +176,9 @@ class Call(NamedTuple):
         before and after that function.
         """
         (steps, call), x = self.steps(arrays, sizes, op), arrays["x"]
-        # steps.saved: the saved outputs as the engine computed them, the steps that ran moved to the front.
-        # Without any cotangent the gradients are 0: pass zeros for h. sizes[3]: P, the width of h in one direction.
+        # `steps.saved` returns the saved outputs in the engine's order of steps: the steps that ran come first.
+        # Without any cotangent all gradients are 0: use a cotangent of zeros for h. sizes[3]: P, the width of h in one
+        # direction.
         width = (2 if self.bidirectional else 1) * sizes[3]
         saved, cotangents = steps.saved(saved), cotangents or {"h": mx.zeros((*x.shape[:2], width), x.dtype)}
         # The gradient of `keep` at a held step reads h, which the caller need not pass.
@@ -176,22 +186,23 @@ class Call(NamedTuple):
             saved |= {"h": h_of(Problem(*sizes, self.cell, bidirectional=self.bidirectional), saved)}
         quantized = packed_names(arrays)
         names = [n for n, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating) and n not in quantized]
-        # `shown` lists the engine's outputs that have a cotangent (a gradient that the caller passes). With `hold` the
-        # last states hT and cT are read from h and c, so their cotangents become part of the cotangents of h and c:
-        # name[0] is the h of hT. A dict, here with values 0, keeps each name once and in order.
+        # `shown` lists the engine's outputs that get a cotangent. With `hold` the last states hT and cT are read from
+        # h and c, so their cotangents become part of those of h and c: name[0] is the "h" of "hT". The dict, with
+        # values 0 that nobody reads, removes names that occur twice and preserves the order.
         shown = tuple({name[0] if self.hold is not None and name != "gates" else name: 0 for name in cotangents})
-        # like: each of these outputs; of the last states, of which only shapes matter, an array of the same shape.
+        # like: {name: output} for these outputs. Nobody reads the values of hT and cT, so their cotangents, which have
+        # the same shapes, stand in for them.
         like = {name: saved.get(name, cotangents.get(name)) for name in shown}
 
         # The outputs of the call as a function of its float arrays, which MLX differentiates below.
         def outputs_of(*values: mx.array) -> list[mx.array]:
             changed = arrays | dict(zip(names, values, strict=True))
             inner = steps.to_engine(changed)
-            # The engine as a custom function. It does not run: it returns the outputs that a forward pass has saved.
-            # Its vjp rule calls the gradient op.
+            # A custom function of MLX in place of the engine's forward pass. It computes nothing: it returns the
+            # outputs that an earlier forward pass has saved. Its vjp rule `pull` calls the engine's gradient op.
             engine = custom_function(lambda *values: tuple(like.values()))
 
-            # The vjp rule of MLX: primals are the engine's arrays, `outputs` its outputs, which are not read.
+            # primals: the arguments of `engine`. outputs: its results, which MLX passes and `pull` does not need.
             @engine.vjp
             def pull(primals: Any, engine_cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
                 engine_arrays = dict(zip(inner, primals, strict=True))
@@ -215,7 +226,7 @@ class Call(NamedTuple):
         T, B = sizes[:2]
         lengths = whole_lengths(op, self.lengths, B, T, checked=self.lengths_checked)
         hold = None if self.hold is None else check_hold(op, self.hold, T, B, self.batch_first)
-        backwards = (False, True) if self.bidirectional else (self.reverse,)  # of each direction
+        backwards = (False, True) if self.bidirectional else (self.reverse,)  # whether each direction runs in reverse
         steps = Steps(T, B, backwards, self.batch_first, lengths, hold)
         return steps, self._replace(hold=None, lengths=steps.engine_lengths(), lengths_checked=True)
 
@@ -227,13 +238,14 @@ class Call(NamedTuple):
     def plan_with_norm(
         self, arrays: Arrays, sizes: Sizes, packing: Packing | None, wanted: Wanted
     ) -> tuple["Call", Arrays, Problem, Choice]:
-        """Return the call and its arrays as the engine takes them, and what `plan` returns for them. The engine `numpy`
-        computes all of the layer normalisation. For other engines `with_norm` computes a part of it."""
-        if self.cell.norm is None:  # []: no further arrays, as only a gradient op has them
+        """Return (call, arrays, problem, choice): the call and its arrays as the engine takes them, and what `plan`
+        returns for them. The engine `numpy` computes the whole layer normalisation itself. For all other engines
+        `with_norm` computes the part that comes before the steps."""
+        if self.cell.norm is None:  # []: no other arrays, which only a gradient op has
             return self, arrays, *self.plan(arrays, [], sizes, packing, wanted)
         choice.check_engine(self.title, self.engine)
-        # Plan the call as `numpy` takes it, which runs on the CPU only. If `plan` chooses another engine nevertheless,
-        # plan the call again below.
+        # `numpy` runs on the CPU only. So on the CPU first plan the unchanged call, as `numpy` takes it. If `plan`
+        # chooses another engine nevertheless, plan the changed call below.
         if self.engine in (None, "numpy") and choice.current_device() == "cpu":
             problem, chosen = self.plan(arrays, [], sizes, packing, wanted)
             if chosen.engine == "numpy":
@@ -242,9 +254,9 @@ class Call(NamedTuple):
         return call, arrays, *call.plan(arrays, [], sizes, packing, wanted)
 
     def with_norm(self, arrays: Arrays, packing: Packing | None) -> tuple["Call", Arrays, Packing | None]:
-        """Return the call, its arrays and their packing after the part of layer normalisation that is computed before
-        the steps. If the input's product is normalised, it takes the place of x: then Wx is no array of the call any
-        more, and the cell's options say that only h Wh^T is left to normalise."""
+        """Compute the part of layer normalisation that comes before the steps. Return the (call, arrays, packing) that
+        are left for the engine. If the input's product x Wx^T is normalised, the result replaces x: then the new arrays
+        have no Wx, and the cell of the new call normalises only h Wh^T."""
         directions = 2 if self.bidirectional else 1
         cell, arrays, packing = before_steps(self.cell, arrays, packing, directions, self.batch_first)
         return self._replace(cell=cell), arrays, packing
@@ -259,24 +271,25 @@ class Call(NamedTuple):
     ) -> tuple[Problem, Choice]:
         """Return the problem that describes this call, and the choice of its engine.
 
-        Arrays are evaluated only where the engine `numpy` or inference may need their values. `others`: further
-        arrays whose values the engine `numpy` would read.
+        Arrays are evaluated only for inference, or if the engine `numpy` may run, which needs their values. others:
+        arrays besides the arguments that the engine would read.
         """
         return_gates, training, wants_last, cotangents = wanted
         dtype, device = arrays["x"].dtype, choice.current_device()
-        # `free`: MLX transforms nothing now (no grad, compile or vmap), so nobody can ask for a gradient. `traced`: MLX
-        # traces the arrays, so they have no values. Only inference and the engine `numpy` use these flags, so for all
-        # other calls both stay False, and no array is evaluated to find out.
+        # free: no transformation of MLX (grad, compile, vmap) is running, so nobody can ask for a gradient. traced: MLX
+        # traces the arrays, so they have no values. Only inference and the engine `numpy` use these two flags. For all
+        # other calls both stay False, because finding out would evaluate the arrays.
         free = traced = False
         if not training or (device == "cpu" and choice.may_be_numpy(self.engine)):
             values = [*arrays.values(), *others]
             free = not is_transforming()
-            # Evaluating arrays in training costs time. A small step in training runs on the engine `ops`, which only
-            # builds a graph, so its arrays need not be evaluated here.
+            # A small step in training runs on the engine `ops`, which only builds a graph. Its arrays are not evaluated
+            # here, because that takes time.
             small = training and self.engine is None and choice.is_small_step(self.cell, sizes[0], sizes[1], sizes[2])
-            # transforming=True: MLX transforms something, as `free` is false, so the arrays must keep their graphs.
+            # transforming=True: a transformation is running (`free` is False), so the arrays must keep their graphs.
             traced = not free and not small and not have_values(values, transforming=True)
-        # masks_differ: whether each step has its own mask. Engines multiply `keep` into the mask.
+        # masks_differ: each step has its own mask. This is also so with `keep`, because engines multiply it into the
+        # mask.
         problem = Problem(
             *sizes,
             cell=with_limits_of(self.cell, dtype),
@@ -294,13 +307,12 @@ class Call(NamedTuple):
             packing=packing,
             limits=tuning.on_this_gpu(limits_in_effect.get()),
         )
-        # metal: whether MLX can run Metal kernels here. place: the device, metal, and whether the arrays have no
-        # values.
-        metal = choice.has_metal()
+        metal = choice.has_metal()  # whether MLX can run Metal kernels here
         place = choice.Place(device, metal, traced)
-        # best(refused=...): chooses an engine, not one of those that a trial of kernels has refused. table: measured or
-        # predicted times, which tell the faster Metal engine. divided(problem, engine): adds to the problem how this
-        # engine divides the sequence in time; every: the option `checkpoint_every`, which matters only for a gradient.
+        # best(refused=...): choose an engine that is not among the refused ones, whose kernels failed their test.
+        # table: measured or predicted times, which tell the faster Metal engine. divided(problem, engine): add to the
+        # problem how this engine divides the sequence in time. every: the option `checkpoint_every`, which only a
+        # gradient uses. problem.plain: nobody can ask for a gradient.
         op = self.title if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, place)
@@ -316,9 +328,9 @@ class Call(NamedTuple):
 
 
 def with_limits_of(cell: AnyCell, dtype: mx.Dtype) -> AnyCell:
-    """Return the cell. If its clips stop gradients, round their limits to the dtype of the arrays: the backward pass
-    then finds a clipped number to be equal to the limit, also if the number was saved in 16 bits. HALVES: the 16-bit
-    dtypes."""
+    """Return the cell. If its clips stop gradients, round their limits to the 16-bit dtype of the arrays (HALVES has
+    these dtypes). The backward pass finds a clipped number because it equals the limit, and the number was saved in 16
+    bits."""
     if not isinstance(cell, LSTMCell) or cell.clip_gradient == "through" or dtype not in HALVES:
         return cell
     limits = {"cell_clip": cell.cell_clip, "projection_clip": cell.projection_clip}
@@ -326,9 +338,9 @@ def with_limits_of(cell: AnyCell, dtype: mx.Dtype) -> AnyCell:
 
 
 def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checked: bool = False) -> mx.array | None:
-    """Check a caller's lengths. Return them as an int32 array [batch], or None if there are none. longest: the number
-    of steps, which no length exceeds. The range is not checked for arrays without values (inside mx.compile) or if
-    `checked` is true."""
+    """Check the option `lengths`, the number of steps of each batch item. Return an int32 array [batch], or None if
+    there are no lengths. longest: T, which no length may exceed. The range is not checked if `checked` is true, or for
+    an array without values (inside mx.compile)."""
     if lengths is None:
         return None
     unknown = isinstance(lengths, mx.array) and (checked or not have_values([lengths]))
@@ -347,19 +359,20 @@ def engine_used(layer: object) -> Choice | None:
 
 
 def given(**arrays: Any) -> dict[str, Any]:
-    """Return the arguments that are not None. x and Wh are always included: if one of them is None, a later check
-    raises an error that names it."""
+    """Return a dict of the arguments that are not None. x and Wh are always in it: if one of them is None, a later
+    check raises an error that names it."""
     return {name: array for name, array in arrays.items() if array is not None or name in ("x", "Wh")}
 
 
 def h_of(problem: Problem, saved: Arrays) -> mx.array:
-    """Compute the output h [T, B, D H] for a caller who did not pass it (D: directions). For an LSTM without
-    projection it is computed from the gates and c in `saved`, for a plain RNN from the preactivations."""
+    """Compute the output h [T, B, D H] for a caller who did not pass it (D: directions). For an LSTM without projection
+    it is computed from the gates and c in `saved`, for a plain RNN from the preactivations. T, B, H: steps, batch
+    items, hidden units."""
     cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
     if cell.op == "rnn":  # its output `gates` is the preactivation
         return activate(cell.activations[-1], gates)
     c = saved["c"]
-    # h = o output(c), with o the output gate and `output` the last activation. blocks: o of each direction, [T, B, D,
-    # H].
+    # h = o output(c), with the output gate o and the last activation `output`. blocks: the gate o of each direction,
+    # [T, B, D, H].
     blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
     return (blocks.reshape(c.shape) * activate(cell.activations[-1], c)).astype(gates.dtype)

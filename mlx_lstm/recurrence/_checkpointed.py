@@ -12,26 +12,23 @@ function of MLX gets and returns arrays only, not trees; its vjp rule gets (prim
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
+from gc import get_referents
 from math import isqrt
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..engines.captures import held_by, is_own, reached, variables_of
+from ..engines.captures import Captured
 from ..engines.cell_tracer import captured_arrays, exported
-from ..engines.tracing import custom_function, vjp
+from ..engines.tracing import custom_function, split_apart, vjp
 from ..ground.checks import fail, without_warnings
 
 OP = "recurrent"
 """The function that error texts begin with."""
-
-DEEPEST = 6
-"""The number of levels to which `captured_modules` searches what a function captures for modules and arrays."""
 
 Chunk = Callable[[int, Any, Any, Any], tuple[Any, Any]]
 """Type of a function that runs the steps of one chunk, which begins at step `start`:
@@ -51,9 +48,9 @@ def checkpointed(
     K = min(T, isqrt(T - 1) + 1 if isinstance(every, str) else every)  # "auto": the square root of T, rounded up
     order = range(0, T, K)[:: -1 if reverse else 1]  # the first step of each chunk, in the order in which they run
     first = mapped(lambda array: array[:1], sequences), state, parameters  # of one step
-    draws = refuse_lost(lambda tree: chunk(order[0], *tree), first, modules)
+    refuse_lost(lambda tree: chunk(order[0], *tree), first, modules)
     inputs = {"sequences": sequences, "state": state, "parameters": parameters}
-    chunks = Chunks(chunk, (T, K, order), modules, inputs, draws)
+    chunks = Chunks(chunk, (T, K, order), modules, inputs)
     whole_run = custom_function(chunks.forward)
     whole_run.vjp(chunks.backward)
     outputs, last, _ = chunks.results(whole_run(*leaves(chunks.inputs)))
@@ -70,25 +67,24 @@ class Chunks:
         sizes: tuple[int, int, range],
         modules: list[nn.Module],
         inputs: dict[str, Any],
-        draws: bool,
     ):
         """chunk: runs the steps of one chunk. sizes: T, K, and the first steps of the chunks in the order in which they
         run. modules: those that `chunk` captures. inputs: the trees `sequences`, `state` and `parameters`, to which the
-        float arrays of the modules are added: everything of which the gradient is taken. draws: whether a step may draw
-        random numbers, as dropout does; then each chunk draws the same ones in both passes."""
-        self.chunk, self.modules, self.draws = chunk, modules, draws
-        self.random_keys: dict[int, mx.array] = {}  # by chunk: the state of the random numbers at its start
+        float arrays of the modules are added: everything of which the gradient is taken."""
+        self.chunk, self.modules = chunk, modules
         self.T, self.K, self.order = sizes
         # floats: for each module its parameters that can have a gradient, as pairs (key, array).
         floats = [[(key, array) for key, array in flat(each.parameters()) if is_float(array)] for each in modules]
         self.keys = [[key for key, _ in each] for each in floats]
         self.inputs = inputs | {"modules": [[array for _, array in each] for each in floats]}
-        # The tree of the results of `forward`, which is known when it has run: (outputs, last state, state at the start
-        # of each chunk). The states at the starts are results, so MLX keeps them for the backward pass.
+        # The tree of the results of `forward`, which is known when it has run: (outputs, last state, starts). starts:
+        # for each chunk the state before it, and the state of MLX's random numbers, so that a step with dropout draws
+        # the same ones in both passes. They are results, so MLX keeps them for the backward pass, also in a compiled
+        # function, where they have no numbers yet.
         self.structure: Any = None
 
     def results(self, values: Any) -> tuple[Any, Any, Any]:
-        """Return the leaves of the results of `forward`, or their cotangents, as (outputs, last state, states)."""
+        """Return the leaves of the results of `forward`, or their cotangents, as (outputs, last state, starts)."""
         return filled(self.structure, values)
 
     def run(self, start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
@@ -104,7 +100,7 @@ class Chunks:
         tree = filled(self.inputs, values)
         state, pieces, outputs, starts = tree["state"], in_pieces(tree["sequences"], self.T, self.K), {}, {}
         for start in self.order:
-            starts[str(start)], self.random_keys[start] = state, random_key()
+            starts[str(start)] = {"state": state, "random": random_state()[0]}
             # Make all inputs of this chunk wait for the state. Products of the input alone do not depend on the state,
             # so MLX could otherwise compute them for all chunks at once, which takes more memory.
             piece = waiting(pieces[start // self.K], state)
@@ -123,11 +119,13 @@ class Chunks:
         d_pieces, d_shared = {}, mapped(mx.zeros_like, shared)
         for start in reversed(self.order):
             n = start // self.K
-            given = waiting({"piece": pieces[n], "state": starts[str(start)], "shared": shared}, d_state)
-            with random_numbers_from(self.random_keys[start]) if self.draws else nullcontext():
+            begin = starts[str(start)]
+            given = waiting({"piece": pieces[n], "state": begin["state"], "shared": shared}, d_state)
+            # A second derivative must not follow the random numbers, which have no derivative.
+            with random_numbers_from(mx.stop_gradient(begin["random"])):
                 d = gradients(partial(results_of, self.run, start), given, (d_outputs[n], d_state))
             # The states at the starts are results of `forward`, so they have cotangents, too.
-            d_state = mapped(added, d["state"], d_starts[str(start)])
+            d_state = mapped(added, d["state"], d_starts[str(start)]["state"])
             d_shared = mapped(added, d_shared, d["shared"])
             # The chunk that ran before this one is next in the backward pass. Let its gradients wait for all gradients
             # of this chunk. Otherwise MLX could recompute several chunks at the same time, which takes more memory.
@@ -205,8 +203,8 @@ def filled(tree: Any, values: Any) -> Any:
 def in_pieces(tree: Any, T: int, K: int) -> list[Any]:
     """Split all arrays [T, ...] of a tree into pieces of K steps. Return a list with one tree per piece."""
     bounds = list(range(K, T, K))
-    # This uses mx.split instead of array[start:stop], whose gradient is an array of all T steps for each piece.
-    pieces = [mx.split(array, bounds) for array in leaves(tree)]
+    # A split is used instead of array[start:stop], whose gradient is an array of all T steps for each piece.
+    pieces = [split_apart(array, bounds) for array in leaves(tree)]
     # Not zip(*pieces): a tree of outputs may have no array, and still has one piece for each chunk.
     return [filled(tree, [piece[n] for piece in pieces]) for n in range(len(bounds) + 1)]
 
@@ -231,8 +229,7 @@ def replaced(modules: list[nn.Module], parameters: list[Any]) -> Iterator[None]:
         for module, arrays in zip(modules, given, strict=True):
             now = dict(flat(module.parameters()))
             for key in [key for key in now | arrays if now.get(key) is not arrays.get(key)]:
-                rule = "step must not assign arrays to a module with checkpoint_every: return them as outputs,"
-                fail(OP, rule, f"{type(module).__name__}.{key}")
+                refuse_change(f"{type(module).__name__}.{key}")
     finally:
         for module, before in zip(modules, old, strict=True):
             module.update(tree_unflatten(list(before.items())))
@@ -241,46 +238,28 @@ def replaced(modules: list[nn.Module], parameters: list[Any]) -> Iterator[None]:
 def captured_modules(step: Any) -> list[nn.Module]:
     """Return the modules that a function captures: the object of a method, variables of enclosing functions, global
     variables, defaults. Raise a ValueError that names an array of floats that it captures outside of a module."""
-    modules: dict[int, nn.Module] = {}  # by id, because a module has no hash
-    seen: set[int] = set()  # the ids of the objects that were searched
-
-    def visit(value: Any, name: str, depth: int) -> None:
-        """Search one object that the user's function `step` captures: collect the modules in it, and raise an error
-        if it contains an array of floats. `name`: what the error text calls the object. depth: how many objects lie
-        between; the user's function itself has 0. DEEPEST: the deepest that is searched."""
-        # A class or a Python module holds much that the step does not use: `reached` below finds what it uses of them.
-        # This package's own functions hold nothing of the user's.
-        if id(value) in seen or depth > DEEPEST or isinstance(value, (ModuleType, type)) or is_own(value):
-            return
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            modules[id(value)] = value
-        elif isinstance(value, mx.array):
-            refuse_floats(value, name)
-        else:
-            for key, each in parts_of(value):  # what `step` itself captures is called by its own name, as "weights"
-                visit(each, f"{name}.{key}" if depth else key, depth + 1)
-
-    visit(step, "step", depth=0)
-    # A module or an array may also be an attribute of a class or of a Python module, and a module may be a property:
-    # then only a name in the code of the step tells that it is used. inside: the ids of the modules found so far, and
-    # of the modules in them.
-    further, arrays = reached(step)
-    for name, array in arrays:
-        refuse_floats(array, name)
-    inside = {id(each) for module in modules.values() for each in module.modules()}
-    for module in further:
-        if id(module) not in inside:
-            modules[id(module)] = module
-            inside |= {id(each) for each in module.modules()}
-    return list(modules.values())
+    captured = Captured(step)
+    for path, array in captured.arrays:
+        if path:  # an array without one belongs to a module or is computed by a property
+            refuse_floats(array, path)
+    # A module is left out if those before it have all its parameters. A module in an attribute with a private name, as
+    # in `self._cell`, is one of its own: MLX does not count its parameters to those of the module that holds it.
+    modules: list[nn.Module] = []
+    covered: set[int] = set()  # the ids of the parameters of these modules
+    for module in [inner for outer in captured.modules for inner in outer.modules()]:
+        parameters = {id(array) for _, array in flat(module.parameters())}
+        if not parameters <= covered:
+            modules.append(module)
+            covered |= parameters
+    return modules
 
 
-def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) -> bool:
+def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) -> None:
     """Raise an error if one step reads an array of floats that is neither in the tree of its arguments nor held by one
     of the modules: the gradient of such an array would be 0. A search of the step's code may miss it, so MLX lists what
-    the step reads. If MLX cannot list an operation of the step, nothing is raised. Return whether the step may draw
-    random numbers. run: runs the step with such a tree."""
+    the step reads. Raise an error, too, if the step changes an array of a module, such as a running mean: the change
+    would be lost, or the gradient would make it again. If MLX cannot list an operation of the step, nothing is raised.
+    run: runs the step with such a tree."""
     # held: of each module all arrays, as pairs (key, array), also those that are no parameters. Arrays in a tuple, no
     # parameters for MLX, cannot be replaced, so a step with such a module is not checked.
     whole: Any = [tree_flatten(module, is_leaf=lambda value: isinstance(value, tuple)) for module in modules]
@@ -288,7 +267,7 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
     own = [array for each in held for _, array in each]
     in_tuples = leaves([value for each in whole for _, value in each if isinstance(value, tuple)])
     if any(isinstance(value, mx.array) for value in in_tuples):
-        return True
+        return
 
     # Put arrays into the modules.
     def put(values: Any) -> None:
@@ -296,56 +275,65 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
         for module, each in zip(modules, held, strict=True):
             module.update(tree_unflatten([(key, next(following)) for key, _ in each]))
 
-    # Run the step with arrays in place of those of the tree and of the modules. Return the arrays of its results.
+    # Run the step with arrays in place of those of the tree and of the modules. Return the arrays of its results, and
+    # then those that the modules hold afterwards.
     def work(*arrays: mx.array) -> list[mx.array]:
         put(arrays[len(arrays) - len(own) :])
-        return leaves(run(filled(tree, arrays)))
+        results = leaves(run(filled(tree, arrays)))
+        for module, each in zip(modules, held, strict=True):
+            now = dict(flat(module))
+            after = [now.get(key) for key, _ in each]
+            results += [array if isinstance(array, mx.array) else mx.zeros(()) for array in after]
+        return results
 
     given = [mx.zeros(array.shape, array.dtype) for array in [*leaves(tree), *own]]  # the numbers do not matter
-    before, draws = random_key(), True
     try:
-        with without_warnings():  # engines warn that an export has no values; the real run warns if it must
+        # Engines warn that an export has no values; the real run warns if it must. The random numbers do not matter
+        # either, but the real run must draw those that it draws without this check.
+        with without_warnings(), random_numbers_from(mx.random.key(0)):
             # Both lists are alive at the same time, as `captured_arrays` needs them.
             content, again = exported(work, given), exported(work, given)
-        draws = any(item.get("name") == "RandomBits" for item in content)
     except Exception:  # MLX cannot export the step; an error of the user's own code comes again in the real run
-        return True
+        return
     finally:
         put(own)
-        if draws:  # the real run must draw the same random numbers
-            set_random_key(before)
+    # The arrays of the modules are the last inputs and outputs of the list. An array that the step has not changed has
+    # the same key among both.
+    names = [f"{type(module).__name__}.{key}" for module, each in zip(modules, held, strict=True) for key, _ in each]
+    before, after = (
+        [key for item in content if item["type"] == word for key, *_ in item[word]] for word in ("inputs", "outputs")
+    )
+    for n in range(-len(names), 0):
+        if before[n] != after[n]:
+            refuse_change(names[n])
     found = {key: array for item in content for key, array in item.get("constants", ())}
     captured = captured_arrays(content, again)
     for key in [key for key in found if key in captured]:
         refuse_floats(found[key], f"an array of shape {list(found[key].shape)}")
-    return draws
 
 
-def random_key() -> mx.array:
-    """Return the state of MLX's random numbers."""
+def random_state() -> list[mx.array]:
+    """Return the list of one array in which MLX keeps the state of the random numbers of this thread. MLX passes on
+    only an iterator over it. `mx.random.seed` takes only a number, which the state in a compiled function is not."""
     state: Any = mx.random.state
-    return state[0]
-
-
-def set_random_key(key: mx.array) -> None:
-    """Set the state of MLX's random numbers to this key, of two numbers. In an `mx.compile` that has the state among
-    its inputs, a key has no numbers yet; then the state stays as it is."""
-    try:
-        numbers: Any = key.tolist()
-    except ValueError:
-        return
-    mx.random.seed(numbers[0] << 32 | numbers[1])
+    kept: Any = get_referents(iter(state))[0]
+    return kept
 
 
 @contextmanager
 def random_numbers_from(key: mx.array) -> Iterator[None]:
-    """Let MLX draw its random numbers from this state inside the context."""
-    before = random_key()
-    set_random_key(key)
+    """Let MLX draw its random numbers from the state `key` inside the context, and then from its old state again."""
+    state = random_state()
+    before, state[0] = state[0], key
     try:
         yield
     finally:
-        set_random_key(before)
+        state[0] = before
+
+
+def refuse_change(name: str) -> None:
+    """Raise an error for an array of a module that the step changes. name: what the error text calls it."""
+    fail(OP, "step must not assign arrays to a module with checkpoint_every: return them as outputs,", name)
 
 
 def refuse_floats(array: mx.array, name: str) -> None:
@@ -353,21 +341,3 @@ def refuse_floats(array: mx.array, name: str) -> None:
     if is_float(array):
         rule = "step must not capture arrays of floats with checkpoint_every: pass them as parameters="
         fail(OP, f"{rule}, or hold them in a module,", name)
-
-
-def parts_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the objects to which a value refers, as pairs (name, object): a function's variables, or the contents
-    of a container."""
-    if isinstance(value, MethodType):
-        return [("self", value.__self__), *parts_of(value.__func__)]
-    if isinstance(value, partial):
-        return [("func", value.func), ("arguments", list(value.args)), ("keywords", value.keywords)]
-    if isinstance(value, FunctionType):
-        return [*variables_of(value), ("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)]
-    if isinstance(value, dict):
-        return [(str(key), each) for key, each in value.items()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [(str(n), each) for n, each in enumerate(value)]
-    if (held := held_by(value)) is not None:
-        return [(str(n), each) for n, each in enumerate(held)]
-    return list(getattr(value, "__dict__", {}).items())

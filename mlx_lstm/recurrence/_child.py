@@ -1,9 +1,9 @@
 """Run trials of Metal kernels (small test runs before the kernels' first use) in a child process.
 
 One child serves all trials of a process, because starting a process takes seconds and the child remembers which
-kernels it has already found correct. The code that runs in the child is `_judge.main`. A `Trial` describes a test run:
-its engine, and a text that the child gets. A verdict is the result of a trial; `verdicts` stores it. A child hung if it
-gave no answer in time, and `_hung` is {engine: reason} of those; ChildError says how a child ended.
+kernels it has already found correct. The child runs `_judge.main`. A `Trial` names an engine and describes the call of
+a test run; the child gets it as text. A `Verdict` is the result of a trial; the module `verdicts` stores it in a file.
+A trial hangs if the child gives no answer in time. A `ChildError` says how the child ended, or that it hangs.
 """
 
 import re
@@ -26,7 +26,7 @@ PATIENCE = 3
 """Seconds that a call waits for trials before it prints on standard error what it waits for."""
 
 MOST = 600
-"""The number of characters of a reason for refusing kernels. The texts of compilers may be longer."""
+"""The largest number of characters in a reason for refusing kernels. Longer texts of compilers are shortened."""
 
 ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP)
 """Signals with which a user or the system ends a process. If the child ends with one of them, this does not mean that
@@ -52,8 +52,8 @@ _children: list[Child] = []
 """The child process of this process, if it has one."""
 
 _hung: dict[str, str] = {}
-"""For each engine whose trial gave no answer in this process: the reason for refusing it. After one, no engine's
-kernels are tried in this process, because each such trial takes its whole time limit."""
+"""{engine: reason for refusing it} for each engine whose trial gave no answer in this process. After one such trial
+this process tries no kernels of any engine, because another trial that hangs would take its whole time limit again."""
 
 
 class Verdict(NamedTuple):
@@ -68,9 +68,10 @@ class CannotBegin(Exception):
 
 
 def verdict_of(reason: str) -> Verdict:
-    """Return the result of a test run of kernels: they are refused for this reason, or correct if it is empty. The
-    verdict counts always if the same would come again: wrong results (WRONG), or an error of the compiler or of the
-    GPU's limits (LASTING). All other verdicts count in this process only. The text is shortened to MOST characters."""
+    """Return the result of a test run of kernels. reason: why they are refused, or "" if they are correct. The verdict
+    counts always if the kernels are correct, if results were wrong (WRONG), or if an error would occur again (LASTING:
+    of the compiler or of the GPU's limits). All other verdicts count in this process only. The text is shortened to
+    MOST characters."""
     comes_again = not reason or reason.startswith(WRONG) or LASTING.search(reason)
     return Verdict(" ".join(shortened(reason, MOST).split()), "always" if comes_again else "process")
 
@@ -80,7 +81,7 @@ def hung(engine: str) -> str | None:
     hung on this machine within a day. Return None if there is no such reason."""
     if engine in _hung:
         return _hung[engine]
-    if _hung:  # one of another engine
+    if _hung:  # a trial of another engine hung
         return f"a trial of engine {next(iter(_hung))!r} hung in this process, so it tries no other kernels"
     return verdicts.find(key_of_hang(engine))
 
@@ -106,8 +107,8 @@ def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
             try:
                 attempt.run()
             except ChildError as end:
-                # end.code: the child's exit code, or minus the number of the signal that ended it; None if the child
-                # has not ended.
+                # end.code: the child's exit code; minus the number of the signal that ended it; None if the child has
+                # not ended.
                 if end.hung:
                     attempt.note_hang(str(end))
                 elif end.code is not None and -end.code in ENDED_BY_OTHERS:
@@ -119,20 +120,20 @@ def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
 
 
 class Attempt:
-    """One request to the child process to run some trials."""
+    """One attempt to run some trials (test runs of kernels) in the child process, and the verdicts on them."""
 
     def __init__(self, command: list[str], trials: list[Trial]):
         """Prepare a request. command: what starts the child process."""
         self.command, self.trials = command, trials
-        self.verdicts: list[Verdict] = []  # of the trials that have finished
-        self.began = False  # whether this child has answered anything, now or before
-        self.kernels: int | None = None  # how many are tested; None before the child has counted them
+        self.verdicts: list[Verdict] = []  # the results of the trials that have finished
+        self.began = False  # whether the child has ever answered a request
+        self.kernels: int | None = None  # the number of kernels to test; None before the child has counted them
         self.told = False  # whether the user has been told that the call waits
 
     def run(self) -> None:
         """Run the test runs of kernels in the child process and append the result of each to `verdicts`. Start the
         child first if none is running."""
-        self.began = bool(_children and _children[-1].serves())  # a child that serves has answered before
+        self.began = bool(_children and _children[-1].serves())  # a child that still serves has answered before
         if not self.began:
             try:
                 _children[:] = [Child(self.command)]
@@ -144,7 +145,7 @@ class Attempt:
         self.kernels = self.ask(child, "count", self.trials).get("kernels")
         for trial in self.trials:
             answer = self.ask(child, "judge", [trial])
-            # An answer without a reason is one that the child should not give: its text is the reason then.
+            # An answer without a reason is a fault of the child. Then the whole answer is the reason for refusing.
             self.verdicts.append(verdict_of(str(answer.get("reason", answer))))
 
     def ask(self, child: Child, do: str, trials: list[Trial]) -> dict[str, Any]:
@@ -156,10 +157,10 @@ class Attempt:
         try:
             answer = child.ask(limit, notice, do=do, trials=[trial.text() for trial in trials])
         except ChildError as error:
-            if error.lost:  # the child has ended or hangs; else it serves on, and only this trial has failed
+            if error.lost:  # the child has ended or hangs; otherwise only this request has failed
                 raise
             answer = {"reason": f"its trial on this machine failed: {error}"}
-        self.began = True  # also after a failure: the child has started and answers, so a later hang is the kernels'
+        self.began = True  # also after a failure: the child answers, so the kernels are the cause if it hangs later
         return answer
 
     def tell_waiting(self) -> None:
@@ -172,9 +173,9 @@ class Attempt:
         print(text, file=sys.stderr, flush=True)
 
     def note_hang(self, text: str) -> None:
-        """Append the verdict that the kernels of the current trial, which gave no answer, are refused. If the child had
-        begun, the machine tries no more kernels of this engine for a day. This process tries no kernels at all. text:
-        such as "no answer after 20 seconds"."""
+        """Append the verdict that the kernels of the current trial, which gave no answer, are refused. This process
+        tries no more kernels. If the child had answered before, this machine tries no kernels of this engine for a day.
+        text: such as "no answer after 20 seconds"."""
         engine = self.trials[0].engine
         reason = f"its trial on this machine {'gave' if self.began else 'did not begin:'} {text}"
         _hung[engine] = reason
@@ -188,8 +189,9 @@ class Attempt:
         the child's imports failed, so no kernel is to blame."""
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
-        # If the child never answered, or ended without an error, the verdict counts in this process only.
-        said = _children[-1].said() or "it said nothing"  # what it printed on standard error
+        # If the child never answered, or ended without an error, the kernels may not be the cause. So the verdict
+        # counts in this process only.
+        said = _children[-1].said() or "it said nothing"  # what the child printed on standard error
         how = f"failed: {end}" if end.code is None else f"ended {ended(end.code)}: {said}"
         verdict = verdict_of(f"its trial on this machine {how}")
         self.verdicts.append(verdict if self.began and end.code else verdict._replace(keeping="process"))

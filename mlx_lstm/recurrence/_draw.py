@@ -2,10 +2,9 @@
 oracle.
 
 A `Problem` describes a call without its arrays; T, B, H, P, D, G: its steps, batch items, units, width of h,
-directions, gates. A `Case` is a call with its numbers, which the oracle computes in the arithmetic `Rounding(float64)`.
-A kink is a point where the derivative of an activation jumps; `ACTIVATIONS` has these functions by name. parts: random
-arrays by the names of a call, and `steer`, a constant for each preactivation. A problem is packed if its weights are
-quantized.
+directions, gates. A `Case` is a call with its numbers, which the oracle computes in float64. A kink is a point where
+the derivative of an activation jumps. parts: a dict of random arrays by the names of a call's arguments, and `steer`, a
+constant offset for each preactivation, which keeps the preactivation away from the kinks.
 """
 
 from typing import Any, NamedTuple
@@ -31,14 +30,14 @@ LARGEST = 100.0
 """Limit on the absolute values of all results of a trial, far below 65,504, where float16 overflows."""
 
 HALVINGS = 30
-"""The most times that `draw` halves the random terms. If a preactivation is then still near a kink of its activation,
-the trial does not compare its gradients with the oracle."""
+"""The largest number of times that `draw` halves the random terms of the preactivations. If a preactivation is then
+still near a jump of its activation's slope, the trial does not compare its gradients with the oracle."""
 
 
 class Drawn(NamedTuple):
     """The random inputs of a trial. case: the inputs as a case for the float64 oracle, without cotangents. arrays: the
-    same arrays for MLX, quantized weights included. smooth: True if all results are small and no preactivation is near
-    a kink of its activation. Only then are the gradients compared with the oracle."""
+    same arrays for MLX, quantized weights included. smooth: all results are small, and no preactivation is near a kink
+    of its activation (a jump of the slope). Only then are the gradients compared with the oracle."""
 
     case: Case
     arrays: dict[str, mx.array]
@@ -47,8 +46,8 @@ class Drawn(NamedTuple):
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     """Draw random inputs for a trial such that all results are small and no preactivation is near a kink of its
-    activation, where rounding could change a gradient. If no attempt succeeds, return the last one with smooth=False.
-    """
+    activation (a jump of the slope), where rounding could change a gradient. If no attempt succeeds, return the last
+    one with smooth=False."""
     is_own = isinstance(problem.cell, PointwiseCell)
     parts = {} if is_own else draw_parts(problem, rng)
     # A user's cell gets positive numbers in every second attempt, so it gets twice as many attempts.
@@ -61,9 +60,10 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
 
 
 def is_smooth(case: Case) -> bool:
-    """Return whether all outputs of a case are smaller than LARGEST, and no argument of an activation or comparison in
-    the cell is within 16 eps of a point where the result or its slope jumps: rounding could move it across. A cell
-    written by the user may be steep, as a logarithm near 0. So its gradients must be small, too."""
+    """Return whether two conditions hold. All outputs of a case are smaller than LARGEST. No argument of an activation
+    or comparison in the cell is within 16 eps of a point where the result or its slope jumps, because rounding could
+    move the argument across this point. For a cell written by the user the gradients must be small, too, because such
+    a cell may be steep, as a logarithm is near 0."""
     with np.errstate(all="ignore"):  # unbounded activations may overflow float64
         results = case.results(Rounding(np.float64))
         if case.op == "pointwise":  # with cotangents the results contain the gradients, too
@@ -75,9 +75,10 @@ def is_smooth(case: Case) -> bool:
 
 def values_for_own_cell(problem: Problem, rng: np.random.Generator, attempt: int) -> Tensors:
     """Return random arrays for a cell written by the user, smaller ones in each attempt. Every second attempt has
-    positive states, inputs and parameters, because the cell may compute their logarithms or roots. "inputs": what the
-    cell itself reads at each step, beside the preactivations that come from x."""
-    # 0.7: the first standard deviation; 0.9: the factor of each further attempt; 0.5: the distance from 0.
+    positive states, inputs and parameters, because the cell may compute their logarithms or roots. The array "inputs"
+    has what the cell itself reads at each step besides the preactivations."""
+    # 0.7: the standard deviation in the first attempt; 0.9: its factor in each later attempt; 0.5: the smallest
+    # positive number.
     shapes = shapes_of(problem)
     values = {name: rng.normal(0, 0.7 * 0.9**attempt, shape) for name, shape in shapes.items()}
     for name in {"Wx", "Wh"} & values.keys():
@@ -88,19 +89,22 @@ def values_for_own_cell(problem: Problem, rng: np.random.Generator, attempt: int
 
 
 def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
-    """Return random arrays for all names of the problem, and `steer` [D G H]: one offset for each preactivation.
+    """Return random arrays for all names of the problem, and `steer` [D G H]: one offset for each preactivation. D, G,
+    H: directions, gates, hidden units.
 
-    Every preactivation is the sum of its offset, at which no activation has a kink, and random terms. `scaled` halves
-    the random terms until two conditions hold: rounding cannot move a preactivation across a kink, and the states stay
-    small over all steps, also with unbounded activations.
+    Every preactivation is the sum of its offset and of random terms. At the offset no activation has a kink (a jump of
+    its slope). `draw` halves the random terms until two conditions hold: rounding cannot move a preactivation across a
+    kink, and the states stay small over all steps, also with unbounded activations.
 
-    An offset has a size of 0.5 to 0.7. The offset of the candidate (gate g of an LSTM, n of a GRU, the only gate of
-    a plain RNN) has a random sign for each unit, so that h takes both signs. The offsets of all other gates are
-    positive, so that no gate with relu is 0. An LSTM's c0 has the same sign as the candidate's offset, so that c stays
-    away from 0, where relu has a kink. So this offset is positive, too, if the candidate's activation is never
-    negative, such as relu: c then grows from its c0 upwards. With clips that stop gradients it is also positive if the
-    output's activation is never negative: rows of Wp have the signs of the offsets, and positive numbers of h times
-    both signs would cancel.
+    An offset has a size of 0.5 to 0.7. Its sign is chosen as follows:
+
+    - The candidate's offset (gate g of an LSTM, n of a GRU, the only gate of a plain RNN) has a random sign for each
+      unit, so that h takes both signs.
+    - The offsets of all other gates are positive, so that no gate with relu is 0.
+    - An LSTM's c0 has the sign of the candidate's offset, so that c stays away from 0, where relu has a kink.
+    - In an LSTM the candidate's offset is positive, too, if the candidate's activation is never negative, such as relu:
+      c then grows from a positive c0. It is also positive if clips stop gradients and the output's activation is never
+      negative: rows of Wp have the signs of the offsets, and positive numbers of h times both signs would cancel.
     """
     _, B, H, _ = problem[:4]
     cell, D, G = problem.cell, problem.directions, problem.cell.gates
@@ -127,20 +131,22 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
 
 
 def is_never_negative(activation: str) -> bool:
-    """Return whether an activation, which never falls, has no negative values."""
+    """Return whether an activation has no negative values. No activation decreases, so its value at -100 decides."""
     return float(ACTIVATIONS[activation](np.array(-100.0), Rounding(np.float64))) >= 0
 
 
 def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.random.Generator) -> tuple[Tensors, Array]:
-    """Return (parts, steer) for clips that stop gradients: some values are clipped, and none comes near a limit, where
-    the gradient jumps. `without_numbers` (`_trial`) chooses the limits: for |h| 0.297, for |c| the geometric mean of
-    the |c| after the first step, from c0 = 0, and of the |c| after the second step without a clip.
+    """Change the arrays `parts` for clips that stop gradients, such that some values are clipped and none comes near a
+    limit, where the gradient jumps. Return (parts, steer); steer: the offsets of the preactivations. signs [D, G H]:
+    the signs of the offsets. D, G, H: directions, gates, hidden units.
 
-    c begins near 0, and the factors `keep` are near 1. So c is below its limit after the first step and above it later,
-    with the sign of the candidate's offset. All preactivations are about 0.6 (STEER) times `signs`. The numbers of one
-    row of Wp have these signs, too, so that each number of the projected h is a mean of positive numbers times 0.1 or,
-    for every second row of Wp, times 3. For example, a mean of 0.2 gives 0.02 and 0.6: the second one is clipped to
-    0.297. signs [D, G H]: the signs of the offsets."""
+    `without_numbers` in `_trial` chooses the limits: 0.297 for |h|; for |c| the geometric mean of |c| after one step
+    from c0 = 0 and of |c| after two steps without a clip. Here c begins near 0, and the factors `keep` are near 1. So
+    |c| is below its limit after the first step and above it later. All preactivations are about 0.6 (STEER) times
+    `signs`. The numbers of each row of Wp have the candidate's signs, so each number of the projected h is a mean of
+    positive numbers times 0.1 or, for every second row, times 3. A mean of 0.2, for example, gives 0.02 and 0.6, of
+    which the second is clipped to 0.297.
+    """
     cell, D, H = problem.cell, problem.directions, problem.H
     steer = signs * rng.uniform(STEER - 0.02, STEER + 0.02, signs.shape)
     of_c = signs[:, cell.block("g", H)]
@@ -157,14 +163,14 @@ def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.ran
 
 
 def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the float arrays for a test run of kernels: a dict by name, in the order of the problem's
-    names. A weight that will be quantized has the shape of its float matrix. Letters: T steps, B items, H units, P the
-    width of h, D directions, G gates. own: the first axis of arrays with one entry per direction. cell.carried: the
-    states besides h. masks_differ: whether each step has its own mask. All four gates have peepholes. "inputs": what
-    a user's cell reads at each step besides the preactivations."""
+    """Return {name: shape} of the float arrays for a test run of kernels, in the order of the problem's names. A weight
+    that will be quantized has the shape of its float matrix. T, B, H, P, D, G: steps, batch items, units, width of h,
+    directions, gates. own: the first axis of arrays with one entry per direction. cell.carried: the number of states
+    besides h. masks_differ: each step has its own mask. "inputs": what a user's cell reads at each step besides the
+    preactivations."""
     T, B, H, P = problem[:4]  # its first fields
     D, G, own = problem.directions, problem.cell.gates, (2,) if problem.bidirectional else ()
-    # width: the features of x, WIDTH unless Wx is quantized: a row of it is at least one group.
+    # width: the features of x. A row of a quantized Wx has at least one group of weights, so it needs more than WIDTH.
     width = problem.packing.group_size if problem.packing and is_packed("Wx", problem.names) else WIDTH
     shapes: dict[str, tuple[int, ...]] = {
         "x": (T, B, width if "Wx" in problem.names else D * G * H),
@@ -188,10 +194,10 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Return a dict with the shapes of the outputs of a test run of kernels.
+    """Return {name: shape} of the outputs of a test run of kernels.
 
-    The letters are T steps, B batch items, H units, P the width of a projected h, D directions. cell.carried: the
-    states besides h. cell.kept: the numbers of each unit that the forward pass saves for the gradient.
+    T, B, H, P, D: steps, batch items, units, width of h, directions. cell.carried: the number of states besides h.
+    cell.kept: how many numbers of each unit the forward pass saves for the gradient, at each step.
     """
     (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
     c = D * cell.carried * H
@@ -200,8 +206,8 @@ def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def zeros(problem: Problem) -> dict[str, mx.array]:
-    """Return arrays of zeros, with which the kernels of a test run are listed without drawing its random arrays. Their
-    shapes and dtypes are the same, and only these decide which kernels run."""
+    """Return arrays of zeros with the shapes and dtypes of a test run's arrays. They are enough to list the kernels of
+    the test run, because only shapes and dtypes decide which kernels run."""
     arrays = {name: mx.zeros(shape, problem.dtype) for name, shape in shapes_of(problem).items()}
     return quantized(problem, arrays)
 
@@ -216,13 +222,14 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
 
 
 def scaled(problem: Problem, parts: Tensors, scale: float) -> Tensors:
-    """Return the arrays of a case, from the random arrays of `draw_parts`. Its array `steer` is a constant that is
-    added to each preactivation, [D G H], so that the activations stay away from their kinks. scale: a factor on all
-    other terms of the preactivations."""
+    """Return the arrays of a test run, from the random arrays `parts` of `draw_parts`. scale: a factor on the random
+    terms of the preactivations. parts["steer"], [D G H], is an offset of each preactivation that is not scaled: it
+    keeps the preactivation away from the kinks of its activation (jumps of the slope). D, G, H: directions, gates,
+    hidden units."""
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale
-    if "Wx" in values:  # feature 0 of x becomes 1, so its column of Wx is added to the preactivations
+    if "Wx" in values:  # set feature 0 of x to 1, so that column 0 of Wx is an offset of the preactivations
         values["x"][..., 0], values["Wx"][:, 0] = 1.0, parts["steer"]
     else:
         values["x"] = scale * values["x"] + parts["steer"]
@@ -230,13 +237,14 @@ def scaled(problem: Problem, parts: Tensors, scale: float) -> Tensors:
 
 
 def case_of(problem: Problem, values: Tensors) -> tuple[Case, dict[str, mx.array]]:
-    """Return (case, arrays): the case for the float64 oracle, and the MLX arrays, rounded to the problem's dtype."""
+    """Return (case, arrays): the case for the float64 oracle, and the MLX arrays, rounded to the problem's dtype.
+    values: {name: NumPy array} of the float inputs and weights."""
     cell, arrays = problem.cell, {name: to_mlx(value, problem.dtype) for name, value in values.items()}
     call: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
-    if problem.packing:  # the oracle gets the dequantized matrix, and how large its rounding errors may be
+    if problem.packing:  # the oracle gets the dequantized matrices, with the bounds of their rounding errors
         arrays = quantized(problem, arrays)
         call |= {name: matrix_for_oracle(problem.packing, arrays, name) for name in call if is_packed(name, arrays)}
-    if "lengths" in problem.names:  # T, T - 1, ... 0, and again from T on
+    if "lengths" in problem.names:  # the lengths of the items are T, T - 1, ... 0, T, T - 1, ...
         call["lengths"] = np.array([problem.T - n % (problem.T + 1) for n in range(problem.B)])
     if isinstance(cell, PointwiseCell):
         options = {"op": "pointwise", "graph": cell.graph, "norm": cell.norm}

@@ -1,9 +1,11 @@
 """The GRU over a sequence (`gru`) and its gradient op (`gru_gradients`).
 
-T: time steps, B: sequences of the batch, I: input features, H: hidden units. `given` makes a dict of the arrays that
-are not None; `check_gru` checks the options and returns the cell; `with_norm` adds the options of a `Norm` to the cell
-and its arrays to the dict; `Call` checks the arrays, chooses an engine and runs it. Its `forward` returns (outputs by
-name, the engine that ran). `without_norm` makes a gradient op refuse the argument `norm`.
+T: time steps, B: sequences of the batch, I: input features, H: hidden units. Both functions work in the same steps:
+
+- `given` makes a dict of the arrays that are not None. `check_gru` checks the options and returns the cell.
+- `with_norm` (only `gru`) adds the options of a `Norm` to the cell, and its arrays to the dict. `without_norm` makes
+  the gradient op refuse the argument `norm`.
+- `Call` checks the arrays, chooses an engine and runs it. `Call.forward` returns (outputs by name, the chosen engine).
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ from ._norm import Norm, with_norm, without_norm
 
 
 class GRUOutput(NamedTuple):
-    """The outputs of `gru`: the sequences h [T, B, H] and gates [T, B, 3H], and the last state hT [B, H].
+    """The outputs of `gru`: the sequences h [T, B, H] and gates [T, B, 3H] (None unless `return_gates`), and the last
+    state hT [B, H]. T: time steps, B: batch items, H: hidden units.
 
     With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
     one.
@@ -56,7 +59,8 @@ def gru(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUOutput:
-    r"""Run a gated recurrent unit (GRU) layer over a time-major sequence.
+    r"""Run a gated recurrent unit (GRU) layer over a time-major sequence. Sizes: T time steps, B batch items, I input
+    features, H hidden units.
 
     .. math::
 
@@ -67,8 +71,8 @@ def gru(
     Without options it equals `torch.nn.GRU` with one layer (b = b_ih + b_hh for r and z, b_in for n; bhn = b_hn) and
     `mlx.nn.GRU`. With `reset="before"` the candidate is :math:`n = s_n(x_t W_{x,n}^T + b_n + (r \odot m_t \odot
     h_{t-1}) W_{h,n}^T)`, as in the first version of the paper, in Keras with `reset_after=False` and in TensorFlow's
-    GRUBlockCell. The gradient is exact for every array and flows from all outputs. The forward pass
-    saves the gates for it.
+    GRUBlockCell. The gradient is exact for every array and flows from all outputs. For it the forward pass saves the
+    gates.
 
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 3H].
@@ -79,12 +83,13 @@ def gru(
         bhn (array, optional): bias of the candidate's recurrent product, [H]; needs `reset="after"`.
         gate_order (str): order of the three H-blocks on every 3H axis, a permutation of reset, update and candidate
             gate. Default: `"rzn"`.
-        activations (sequence of str): the activations of r, z, n, in this order; the names are those of `lstm`.
+        activations (sequence of str): the activations s of r, z, n, in this order; the names are those of `lstm`.
         reset (str): with `"after"` r multiplies the recurrent product of the candidate; with `"before"` r multiplies
             the h that enters this product. Default: `"after"`.
         flip_z (bool): use z as the weight of n, so that h[t] = (1 - z) h[t-1] + z n. Default: `False`.
-        mask (array, optional): factor on h[t-1] as it enters the recurrent products; broadcastable to [B, H], or to
-            [T, B, H] for a mask per step. All gates share it. The term z h[t-1] is not masked; `keep` acts on both.
+        mask (array, optional): m, a factor on h[t-1] as it enters the recurrent products; broadcastable to [B, H], or
+            to [T, B, H] for a mask per step. All gates share it. It does not multiply h[t-1] in the term z h[t-1];
+            `keep` multiplies h[t-1] everywhere.
         norm (Norm, optional): layer normalisation of the products, as in `lstm`; needs `reset="after"`.
         keep, hold, reverse, bidirectional, lengths, return_gates, training, checkpoint_every, engine, stream: as in
             `lstm`. With both directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x
@@ -137,6 +142,7 @@ def gru_gradients(
     stream: Stream = None,
 ) -> Arrays:
     """Return the gradients of `gru`, computed from the outputs of a forward pass, as `lstm_gradients` does for `lstm`.
+    Sizes: T time steps, B batch items, H hidden units.
 
     Args:
         x, Wx, Wh, b, h0 and all options: as in the call of `gru`.

@@ -4,10 +4,10 @@ A trial runs in a child process. Its verdict stays valid on this machine until t
 kernels change. An engine whose kernels fail is refused: another engine takes over, with a warning. If the caller
 forced the refused engine, the reason is raised as an error.
 
-A `Problem` describes a call without its arrays. `trial_of` (`_trial`) makes a `Trial` of it: a small call that runs the
-same kernels; its text is a line of JSON, under which `verdicts` stores the result. A reason is a text that says why
-kernels are refused; "" means that they are correct, None that they were not tested. A `Choice` is an engine's name and
-why it was chosen.
+A `Problem` describes a call without its arrays. `trial_of` (in `_trial`) makes a `Trial` of it: a small call that runs
+the same kernels. The trial's text is a line of JSON, the key under which the module `verdicts` stores the result. A
+reason is a text that says why kernels are refused; "" means that they are correct, None that they were not tested. A
+`Choice` is an engine's name and the reason why it was chosen.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ from ._child import CannotBegin, Verdict, by_child, verdict_of
 from ._trial import USUAL, Trial, following, trial_of, without_matrices
 
 _locks: defaultdict[str, Lock] = defaultdict(Lock)
-"""For each trial, by its text, a lock, so that only one thread runs it."""
+"""{text of a trial: its lock}. The lock makes sure that only one thread runs the trial."""
 
 _lock = Lock()
 """The lock of the dict `_locks`."""
@@ -50,8 +50,9 @@ def guarded(
     if _unguarded:
         return chosen, problem
     while chosen.engine in METAL_ENGINES and (reason := refusal(chosen.engine, problem)):
-        # A virtual GPU may run all kernels but those that multiply 8 x 8 matrices. in_lanes: the problem as the
-        # engine computes it without such matrices, or None if its kernels multiply none.
+        # Some virtual GPUs run all kernels except those that multiply 8 x 8 matrices. So before the engine is refused,
+        # try its kernels without such matrices. in_lanes: the problem with these kernels, or None if the refused
+        # kernels multiply no such matrices.
         in_lanes = without_matrices(chosen.engine, problem)
         if in_lanes is not None and not refusal(chosen.engine, in_lanes):
             tell(f"{chosen.engine} with 8 x 8 matrices", f"{chosen.engine} without them", reason)
@@ -74,17 +75,17 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
 
     is_forced: whether the user forced the engine; then the function raises ValueError instead of returning a reason.
     """
-    # plain: nobody can ask for a gradient. is_real(): whether there is a GPU; an emulated one needs no test.
+    # plain: nobody can ask for a gradient. is_real(): there is a GPU, not the emulated GPU of the tests.
     if problem.plain or _unguarded or not is_real():
         return None
 
-    # names: the outputs that have a cotangent. USUAL: h alone, whose kernels were tested before the forward pass.
-    # Without training every loss runs the same backward kernels, which were tested before the forward pass, too.
+    # names: the outputs that have a cotangent. Two kinds of backward kernels were tested before the forward pass: those
+    # for a cotangent of h alone (USUAL), and those of a call without training, which are the same for every loss.
     def refused(names: tuple[str, ...]) -> str:
         if names == USUAL or not problem.training:
             return ""
-        # A last state or the gates have a cotangent only if the forward pass returned them, so the problem says so,
-        # too.
+        # If a last state or the gates have a cotangent, then the forward pass has returned them. Describe this in the
+        # problem, too, because it decides which kernels run.
         shown = {
             "wants_last": problem.wants_last or not {"hT", "cT"}.isdisjoint(names),
             "return_gates": "gates" in names,
@@ -101,10 +102,10 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Run Metal kernels without a test run before their first use inside this context, in all threads, even kernels
-    that have failed a test run.
+    """Inside this context run all Metal kernels without a prior test run, in all threads, even kernels that have failed
+    one.
 
-    It is for commands that compare each result with an oracle themselves, or that show the compiler's messages.
+    Commands use it if they compare each result with an oracle themselves, or show the compiler's messages.
     """
     _unguarded.append(True)
     try:
@@ -131,7 +132,7 @@ def refusal(engine: str, problem: Problem) -> str:
     trial = trial_of(engine, problem)
     text = trial.text()
     with _lock:
-        lock = _locks[text]  # that of this trial, so that other threads wait only if they need the same one
+        lock = _locks[text]  # each trial has its own lock: threads wait only for a trial of the same kernels
     with lock:
         reason = known(engine, text)
         if reason is None:
@@ -144,18 +145,18 @@ def refusal(engine: str, problem: Problem) -> str:
 
 
 def known(engine: str, text: str) -> str | None:
-    """Return why an engine's kernels are refused without a trial, an empty text if a trial has found them correct, or
-    None if they have to be tried. text: the trial as a line of JSON."""
+    """Return what earlier trials have shown about an engine's kernels: why they are refused, an empty text if they are
+    correct, or None if they have to be tried. text: the trial as a line of JSON."""
     reason = verdicts.find(text)
     return _child.hung(engine) if reason is None else reason
 
 
 def tried(trial: Trial, others: list[Trial]) -> str:
     """Run a trial and store its result. Return why the kernels are refused, or "" if they are correct. others: trials
-    for calls that the user will probably make next; those without a stored result run at the same time."""
+    for calls that the user will probably make next; if they have no stored result, run them in the same request."""
     trials = [trial, *(other for other in others if verdicts.find(other.text()) is None)]
     found = try_out(trials)
-    for each, verdict in zip(trials, found, strict=False):  # `found` may be shorter: a child that ended judges no more
+    for each, verdict in zip(trials, found, strict=False):  # `found` is shorter if a trial has ended the child
         verdicts.record(each.text(), verdict.reason, verdict.keeping)
     return found[0].reason
 
@@ -180,7 +181,13 @@ def one_process_at_a_time() -> Iterator[None]:
         except OSError as error:
             if error.errno is None:  # not the system's error, but one that a signal handler of the user raised
                 raise
-        yield
+        try:
+            yield
+        finally:
+            # A process that the user's program has forked meanwhile has the file open, too. So closing it here does not
+            # release the lock.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def forget() -> None:
@@ -199,7 +206,7 @@ def tell(engine: str, following: str, reason: str) -> None:
     for each reason."""
     machine = tuning.machine()
     where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
-    lasts = verdicts.keeping_of(reason)  # "always", "for a day" and so on, or "" if only this process obeys it
+    lasts = verdicts.keeping_of(reason)  # how long the stored verdict counts, "always" or "for a day"; "" if not stored
     again = "It counts in this process"
     if lasts:
         long = "" if lasts == "always" else f" {lasts}"
@@ -220,12 +227,12 @@ def try_out(trials: list[Trial]) -> list[Verdict]:
     """Run trials of one engine in the child process. Return their results; if a trial ended or blocked the child, the
     results end with this trial. If no child process can run, run the first trial in this process and return only its
     result."""
-    words = command()  # None if no child can be started
+    words = command()  # the child's command line, or None if no child can be started
     if words:
         with suppress(CannotBegin):
             return by_child(words, trials)
     from ._judge import verdict as judge  # imported here: few processes need the oracle
 
     reason = judge(trials[0])
-    # `and`: an empty reason stays empty.
+    # `and`: an empty reason (correct kernels) stays empty.
     return [verdict_of(reason and f"{reason} (tried in this process, as no other could be started)")]

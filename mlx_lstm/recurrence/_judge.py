@@ -4,11 +4,15 @@ oracle.
 The guard starts this module in a child process, because a fault of the GPU may end or hang the process in which it
 occurs.
 
-A `Trial` is an engine and a `Problem`: the description of a small call that runs the same kernels as the user's call
-(sizes, the cell, options, the names of its arrays). problem.plain: nobody can ask for a gradient of the call, so no
-gradient is tested. A `Drawn` has the random inputs of a trial twice: `arrays` for MLX, and `case` for the oracle.
-`shown_of(problem)` lists the outputs that a caller gets, such as h, hT. A cotangent is the gradient of such an output,
-from which all other gradients follow. A reason is a text that says why kernels are refused; "" if they are correct.
+The names of this module are:
+
+- A `Trial` is an engine and a `Problem`. The problem describes a small call that runs the same kernels as the user's
+  call: sizes, the cell, options, the names of the arrays. problem.plain: nobody can ask for a gradient of the call, so
+  no gradient is tested.
+- A `Drawn` has the random inputs of a trial twice: `arrays` for MLX, and `case` for the oracle.
+- `shown_of(problem)` lists the outputs that a caller gets, such as h, hT.
+- A cotangent is the gradient of such an output, with which the backward pass begins.
+- A reason is a text that says why kernels are refused; "" if they are correct.
 """
 
 from collections.abc import Callable
@@ -34,13 +38,13 @@ def main() -> None:
     of `Trials`, "count" or "judge", and the trials to pass to it."""
     served = Trials()
     mx.fast.metal_kernel = served.recorder.kernel  # all engines make their kernels by this function of MLX
-    # serve(answer): reads requests, {"do": ..., "trials": [...]}, and writes what `answer` returns.
+    # `serve` reads each request, {"do": "count" or "judge", "trials": [...]}, calls the lambda and sends its result.
     serve(lambda do, trials: {"count": served.count, "judge": served.judge}[do](*map(trial_from, trials)))
 
 
 class Trials:
-    """Runs trials in the child process. It remembers the kernels that were correct, so that no later trial runs just to
-    test them again."""
+    """Runs trials (small test runs of kernels) in the child process. It remembers the kernels that were correct, so
+    that no later trial runs just to test them again."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
@@ -80,11 +84,11 @@ class Recorder:
         """Return a function that launches a kernel. The kernel is built at its first launch. While this object
         records which kernels a test run needs, a launch does not run the kernel: it only records the kernel's
         source, and returns zeros in place of its outputs."""
-        built: list[Callable[..., Any]] = []  # [the kernel], after its first launch
+        built: list[Callable[..., Any]] = []  # empty before the kernel's first launch, then [the kernel]
 
-        # Launch the kernel, or only record what determines it while `self.texts` is a set. inputs, call: the arguments
-        # of the launch, among them the shapes and dtypes of the outputs. SMALL: Metal binds arrays of fewer elements
-        # than this in another address space, so a kernel for them is another one.
+        # Launch the kernel; while `self.texts` is a set, only record what determines the kernel. inputs, call: the
+        # arguments of the launch, among them the shapes and dtypes of the outputs. Metal binds arrays of fewer than
+        # SMALL elements in another address space, so such an array makes a different kernel.
         def launch(*, inputs: list[Any], **call: Any) -> Any:
             if self.texts is not None:
                 arrays = tuple((array.dtype, array.size < SMALL) for array in inputs)
@@ -99,7 +103,8 @@ class Recorder:
         return launch
 
     def texts_of(self, trial: Trial) -> set[Text]:
-        """Return the sources of all kernels that a trial launches, without a launch; none if recording fails."""
+        """Return the sources of all kernels that a trial would launch, without launching them. Return an empty set if
+        this fails."""
         if trial not in self.recorded:
             problem, shapes = trial.problem, output_shapes(trial.problem)
             # Only shapes and dtypes decide which kernels run, so all arrays are zeros and all lengths T.
@@ -118,10 +123,9 @@ class Recorder:
 
 def verdict(trial: Trial) -> str:
     """Test kernels: run a trial on random numbers and compare the results with the oracle. Return why its kernels are
-    refused, or an empty text if they are correct. drawn: the random arrays, and the same arrays as a case for the
-    oracle (`Drawn`)."""
+    refused, or an empty text if they are correct."""
     problem, rng = trial.problem, np.random.default_rng(0)
-    drawn = draw(problem, rng)
+    drawn = draw(problem, rng)  # the random arrays for MLX, and the same arrays as a case for the oracle
     shapes = output_shapes(problem)
     cotangents = {name: rounded(rng.normal(size=shapes[name]), problem.dtype) for name in cotangents_of(problem)}
     try:
@@ -135,9 +139,9 @@ def verdict(trial: Trial) -> str:
 
 
 def cotangents_of(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the outputs that get a cotangent (a gradient of theirs, from which all others are computed)
-    in a test run of kernels; none if the problem is `plain`: nobody can ask for a gradient then."""
-    if problem.cotangents is not None:  # of a gradient op; an empty tuple stands for all outputs that the caller gets
+    """Return the names of the outputs that get a cotangent (an incoming gradient) in a test run of kernels. Return none
+    if the problem is `plain`, that is, if nobody can ask for a gradient."""
+    if problem.cotangents is not None:  # a gradient op; an empty tuple stands for all outputs that the caller gets
         return problem.cotangents or shown_of(problem)
     # USUAL: h alone, the only output that most losses use.
     return () if problem.plain else USUAL
@@ -146,7 +150,7 @@ def cotangents_of(problem: Problem) -> tuple[str, ...]:
 def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
     """Run a recurrence, described by `problem` (sizes, cell, options), on an engine with random inputs. Return all
     outputs that a caller gets and, if the problem needs gradients, the gradients under names such as "dWx". drawn: the
-    random arrays, and a case with the lengths, which the oracle gets, too."""
+    random arrays for MLX, and the case for the oracle, from which the lengths are read."""
     lengths = mx.array(drawn.case.call["lengths"], mx.int32) if "lengths" in problem.names else None
     in_dtype = {name: to_mlx(array, problem.dtype) for name, array in cotangents.items()}
     values = graph(problem, drawn.arrays, lengths, in_dtype, engine)
@@ -161,18 +165,18 @@ def graph(
     cotangents: dict[str, mx.array],
     engine: str,
 ) -> dict[str, mx.array]:
-    """Return the outputs, and the gradients under names such as "dWx", of one run on this engine, as lazy MLX arrays
-    with the time axis first. arrays: the inputs and weights. lengths: the number of steps of each batch item, or None.
-    cotangents: the gradients of outputs, by the outputs' names; the gradients of the floats in `arrays` are computed
-    from them, except for a `plain` problem, of which nobody can ask for a gradient."""
+    """Run a recurrence on this engine. Return its outputs, and the gradients under names such as "dWx", as lazy MLX
+    arrays with the time axis first. arrays: the inputs and weights. lengths: the number of steps of each batch item, or
+    None. cotangents: the incoming gradients of outputs, by the outputs' names. A `plain` problem has no gradients,
+    because nobody can ask for one."""
     floats = {name: array for name, array in arrays.items() if name not in packed_names(arrays)}
     # Quantized weights and lengths have no gradient.
     others = {name: array for name, array in arrays.items() if name not in floats}
     if "lengths" in problem.names and lengths is not None:
         others["lengths"] = lengths
     sequences = ("h", "c", "gates") if problem.batch_first else ()  # the outputs that have the batch first
-    # shown: the outputs to return. Those with a cotangent come first, as `mx.vjp` takes the cotangents in this order;
-    # then the others that a caller gets (`shown_of`).
+    # shown: the outputs to return. Outputs with a cotangent come first, because `mx.vjp` matches the cotangents with
+    # the first outputs. The others that a caller gets (`shown_of`) follow.
     shown = [*cotangents, *(name for name in shown_of(problem) if name not in cotangents)]
 
     def swapped(array: mx.array) -> mx.array:
@@ -191,7 +195,7 @@ def graph(
         # mx.vjp takes no cotangent for the result of mx.stop_gradient, so those outputs stay without one.
         outputs, gradients = mx.vjp(outputs_of, list(floats.values()), as_outputs)
     values = dict(zip(shown, outputs, strict=True))
-    # Not strict for a plain problem, which has no gradients: then nothing is added.
+    # A plain problem has no gradients: `gradients` is empty, so the two lists differ in length and nothing is added.
     values |= dict(zip([f"d{name}" for name in floats], gradients, strict=not problem.plain))
     sequences += ("dx",) if problem.batch_first else ()
     return {name: swapped(value) if name in sequences else value for name, value in values.items()}
@@ -199,22 +203,24 @@ def graph(
 
 def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> str:
     """Return a text that describes the first wrong result, with its error, or an empty text if all results are
-    right. got: the results of the tested kernels, outputs and gradients, by name.
+    right. got: the results of the tested kernels, outputs and gradients, by name. drawn: the random inputs, as arrays
+    and as a case for the oracle. cotangents: the incoming gradients of outputs.
 
     A result is wrong if its error exceeds both its error bound and twice the error of the engine `ops`. The second
     condition is needed because MLX's own products, which both engines use, are less precise than float32 on some
     GPUs.
     """
-    # floats: the arguments that have a gradient. smooth: no preactivation is near a kink, so gradients have bounds.
+    # floats: the arguments that have a gradient. smooth: no preactivation is near a kink (a jump of its activation's
+    # slope), so gradients have error bounds.
     floats = [] if problem.plain else [name for name in drawn.arrays if name not in packed_names(drawn.arrays)]
     judge = drawn.case._replace(cotangents=cotangents if floats and drawn.smooth else {}).judge()
-    # A gradient near a kink of an activation has no error bound: it must have its shape and be finite. So the
-    # argument's own array, which has this shape, stands in the place of the exact gradient.
+    # Near a kink of an activation (a jump of its slope) a gradient has no error bound: only its shape is checked, and
+    # that it is finite. So the argument's own array, which has the right shape, stands in for the exact gradient.
     rough = {f"d{name}": drawn.case.call[name] for name in floats if f"d{name}" not in judge.exact}
     judge = judge._replace(exact=judge.exact | rough)
     names = sorted({*shown_of(problem), *cotangents_of(problem), *(f"d{name}" for name in floats)})
-    # beyond: the refused results of which only the error is too large. The others are missing, not finite or of another
-    # shape: their text is returned at once.
+    # beyond: the refused results whose error is finite but too large. All other refused results are missing, not finite
+    # or have a wrong shape: return the text on the first of these at once.
     refused = [verdict for verdict in judge.verdicts(got, names) if verdict.refusal]
     beyond = [verdict for verdict in refused if np.isfinite(verdict.error)]
     if len(beyond) < len(refused):
@@ -227,7 +233,8 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> 
         allowed = 2 * judged(name, others.get(name), judge.exact[name], judge.bounds[name]).error
         # Add 4 roundings (eps of the dtype) of the largest number, because by chance `ops` may have hardly any error.
         allowed += 4 * float_of(dtype_word(problem)).eps * size
-        # If `ops` is so wrong that zeros would be allowed, it says nothing about the precision of MLX's products.
+        # allowed >= size: even zeros would be allowed. Then `ops` itself is wrong, and says nothing about the precision
+        # of MLX's products.
         if not (error <= allowed and allowed < size):
             return f"{name}: error {error:.3g} > bound {bound:.3g}"
     return ""

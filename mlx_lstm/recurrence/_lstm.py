@@ -1,10 +1,12 @@
 """The LSTM over a sequence (`lstm`) and its gradient op (`lstm_gradients`).
 
-T: time steps, B: sequences of the batch, I: input features, H: hidden units, P: the width of h (H, or that of the
-projection). `given` makes a dict of the arrays that are not None; `check_lstm` checks the options and returns the cell;
-`with_norm` adds the options of a `Norm` to the cell and its arrays to the dict; `Call` checks the arrays, chooses an
-engine and runs it. Its `forward` returns (outputs by name, the engine that ran). `without_norm` makes a gradient op
-refuse the argument `norm`.
+T: time steps, B: sequences of the batch, I: input features, H: hidden units, P: the width of h (H, or the width of the
+projection). Both functions work in the same steps:
+
+- `given` makes a dict of the arrays that are not None. `check_lstm` checks the options and returns the cell.
+- `with_norm` (only `lstm`) adds the options of a `Norm` to the cell, and its arrays to the dict. `without_norm` makes
+  the gradient op refuse the argument `norm`.
+- `Call` checks the arrays, chooses an engine and runs it. `Call.forward` returns (outputs by name, the chosen engine).
 """
 
 from collections.abc import Sequence
@@ -21,8 +23,9 @@ from ._norm import Norm, with_norm, without_norm
 
 
 class LSTMOutput(NamedTuple):
-    """The outputs of `lstm`: the sequences h [T, B, P], c [T, B, H] and gates [T, B, 4H], and the last states hT [B,
-    P] and cT [B, H]. P is the width of h: the projection's width, or H without a projection.
+    """The outputs of `lstm`: the sequences h [T, B, P], c [T, B, H] and gates [T, B, 4H] (None unless `return_gates`),
+    and the last states hT [B, P] and cT [B, H]. P is the width of h: the projection's width, or H without one. T: time
+    steps, B: batch items, H: hidden units.
 
     With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
     one.
@@ -65,7 +68,8 @@ def lstm(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> LSTMOutput:
-    r"""Run a long short-term memory (LSTM) layer over a time-major sequence.
+    r"""Run a long short-term memory (LSTM) layer over a time-major sequence. Sizes: T time steps, B batch items, I
+    input features, H hidden units, P the width of h.
 
     .. math::
 
@@ -88,13 +92,13 @@ def lstm(
         c0 (array, optional): first c, [B, H]. Default: zeros.
         gate_order (str): order of the four H-blocks on every 4H axis (weights, bias, peephole, gates), a permutation of
             input, forget, candidate and output gate. Default: `"ifgo"`.
-        activations (sequence of str): the activations of i, f, g, o and of the output, in this order, which does not
+        activations (sequence of str): the activations s of i, f, g, o and of the output, in this order, which does not
             depend on `gate_order`. Each is one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`
             (clip(0.2 x + 0.5, 0, 1)), `"hard_sigmoid_sixth"` (clip(x / 6 + 0.5, 0, 1)).
-        peephole (array, optional): peephole weights, [4H]; zeros for a gate without a peephole.
+        peephole (array, optional): peephole weights p, [4H]; zeros for a gate without a peephole.
         output_peephole (str): with `"current"` the peephole of o reads c[t]; with `"previous"` it reads c[t-1].
             Default: `"current"`.
-        mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P], or to
+        mask (array, optional): m, a factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P], or to
             [T, B, P] for a mask per step. All gates share it. It does not change the carried state, on which `keep`
             and `hold` act. A mask per gate, as in Keras' recurrent_dropout, needs a product per gate, which the kernels
             do not support: docs/recipes.md shows how to write it.
@@ -122,8 +126,8 @@ def lstm(
             its outputs are 0, its state is carried unchanged and its input is not read. With `reverse` the item starts
             at its end. Under `mx.compile` the range is not checked.
         Wp (array, optional): projection of h, [P, H].
-        norm (Norm, optional): layer normalisation inside the step; `mlx_lstm.Norm` has the formulas. `gates` are those
-            after it. The gradient op does not take it: use `mx.vjp`. Default: `None`.
+        norm (Norm, optional): layer normalisation inside the step; `mlx_lstm.Norm` has the formulas. The output `gates`
+            has the gates after it. `lstm_gradients` does not take it: use `mx.vjp`. Default: `None`.
         return_gates (bool): whether `gates` is returned, else it is `None`. Default: `False`.
         training (bool): `False` for inference. The forward pass then saves nothing for a gradient. If a gradient is
             needed nevertheless, the forward pass runs again. With `False`, a graph that MLX traces does not contain
@@ -133,8 +137,8 @@ def lstm(
             K-th step; the gradient recomputes K steps at a time. The result is exact. Besides the outputs that the
             caller holds, memory holds the gates and cell states of K steps and the states of T / K steps, not the gates
             and cell states of all steps; docs/training.md shows the time. `"auto"` chooses a K near sqrt(T).
-            Exceptions: the engine `"ops"` takes a quarter of that; the engine `"numpy"` takes the smaller one of
-            1024 / B and T / 8 if it is larger than sqrt(T). Default: `None`, no checkpointing.
+            Exceptions: the engine `"ops"` takes a quarter of sqrt(T); the engine `"numpy"` takes the smaller one of
+            1024 / B and T / 8 if this is larger than sqrt(T). Default: `None`, no checkpointing.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
             best for the stream's device and the sizes, see `mlx_lstm.engines.choose`.
         stream (Stream or Device, optional): where to run, as for any MLX op.
@@ -205,7 +209,8 @@ def lstm_gradients(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
-    """Return the gradients of `lstm`, computed from the outputs of a forward pass.
+    """Return the gradients of `lstm`, computed from the outputs of a forward pass. Sizes: T time steps, B batch items,
+    H hidden units, P the width of h.
 
     The results equal the gradients that `mx.vjp` returns for the same arguments. No gate is recomputed. Wrong arguments
     raise the same errors as in `lstm`.
@@ -234,7 +239,7 @@ def lstm_gradients(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
     clips = Clips(cell_clip, projection_clip, clip_gradient, Wp is not None)
-    # 0.0: forget_bias, which the gradient does not contain.
+    # 0.0: forget_bias, which the formulas of the gradient do not contain.
     cell = check_lstm(gate_order, activations, output_peephole, 0.0, clips, op="lstm_gradients")
     call = Call(cell, reverse, bidirectional, lengths, engine, stream, hold=hold)
     return call.backward(arrays, given(h=h, c=c, gates=gates), given(h=dh, c=dc, gates=dgates, hT=dhT, cT=dcT))

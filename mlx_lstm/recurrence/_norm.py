@@ -2,10 +2,8 @@
 their checks. `engines.input_norm` computes the part of it that comes before the steps, except for `numpy`.
 
 A `Norm` is what the user writes, with the arrays of scales and shifts. `NormOptions`, a field of the cell, is what
-engines read: the options without arrays. The arrays become arrays of the call, such as `norm_scale`. NAMES: {field of
-`Norm`: name of this array in a call}, such as {"scale": "norm_scale"}. OF: {the user's value of `Norm.of`: the engines'
-value of `NormOptions.of`}; they differ in one, {"recurrent": "product"}. G: gates, H: units. op: the function that
-error texts begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+engines read: the options without arrays. The arrays become arrays of the call, such as `norm_scale`. G: gates, H:
+units. op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Callable, Mapping
@@ -44,12 +42,12 @@ class Norm(NamedTuple):
     The fields, with G gates and H units:
 
     - of (str, optional): what is normalised, see above. None: only c. Default: `"products"`.
-    - scale, shift [G H]: those of the recurrent product, or of the sum.
-    - input_scale, input_shift [G H]: those of x Wx^T, with `"products"` only.
+    - scale, shift [G H]: the scale and shift of LN(h Wh^T) or, with `"sum"`, of the LN of the sum.
+    - input_scale, input_shift [G H]: the scale and shift of LN(x Wx^T), with `"products"` only.
     - c (str, optional): whether an LSTM's c is normalised, after its clip. `"output"`: only where h is computed from
       it, h = o tanh(LN(c)). `"state"`: the normalised c is also the output c, and the next step reads it. Default:
       `None`, c is not normalised.
-    - c_scale, c_shift [H]: those of c.
+    - c_scale, c_shift [H]: the scale and shift of LN(c).
     - gates (str): which numbers share a mean and a variance. `"together"`: all G H numbers. `"each"`: the H numbers of
       one gate. Default: `"together"`.
     - eps (float): is added to each variance. Default: 1e-5.
@@ -100,8 +98,8 @@ products is normalised, so the engines' word is "product"."""
 
 
 def without_norm(function: Function) -> Function:
-    """Return the gradient op `function`, which does not have the argument `norm`, with a check before it: a call with
-    `norm` raises an error that says what to use instead."""
+    """Decorate a gradient op such as `lstm_gradients`, which has no argument `norm`: a call with `norm` raises an error
+    that says what to use instead."""
 
     @wraps(function)
     def checked(*arguments: Any, **options: Any) -> Any:
@@ -120,9 +118,9 @@ def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tup
     if norm is None:
         return cell, arrays
     options = options_of(op, cell, norm)
-    # An array makes sense only if what it scales or shifts is normalised. field: the option of `Norm` that says so.
-    # values: those of its values with which the array is used. NAMES has the fields of all arrays, such as
-    # "input_scale".
+    # Refuse an array that scales or shifts something that is not normalised. name: the array's field, such as
+    # "input_scale". field: the option of `Norm` on which it depends, "c" or "of". values: the values of this option
+    # with which the array is used.
     for name in NAMES:
         field = "c" if name[:2] == "c_" else "of"
         values = ("products",) if name[:5] == "input" else ("products", "recurrent", "sum")
@@ -136,8 +134,8 @@ def with_norm(op: str, cell: SomeCell, norm: Any, arrays: dict[str, Any]) -> tup
 
 def options_of(op: str, cell: Any, norm: Any) -> NormOptions:
     """Check the options of a `Norm` for this cell, and return them as engines take them. The cell may be a user's cell
-    that is not traced yet. cell.recurrent: whether h is multiplied by Wh. cell.apart: whether the cell reads x Wx^T and
-    h Wh^T as two values, so that their sum does not occur."""
+    that is not traced yet. cell.recurrent: h is multiplied by Wh. cell.apart: the cell reads x Wx^T and h Wh^T as two
+    values and never their sum, so it cannot have norm.of = "sum"."""
     if not isinstance(norm, Norm):
         fail(op, 'norm must be a mlx_lstm.Norm, such as Norm() or Norm("sum", scale)', type(norm).__name__)
     check_option(op, "norm.of", norm.of, tuple(OF))  # OF: {the user's word: the engines' word}
@@ -162,7 +160,7 @@ def options_of(op: str, cell: Any, norm: Any) -> NormOptions:
 
 def layer_norm_of(op: str, cell: Any, layer_norm: Any) -> NormOptions | None:
     """Check the option `layer_norm` of a layer: a bool, or a `Norm` without arrays. Return the options for its cell, or
-    None without layer normalisation. True stands for both products, and c where there is one."""
+    None without layer normalisation. True means: normalise both products, x Wx^T and h Wh^T, and an LSTM's c."""
     if layer_norm is False:
         return None
     if layer_norm is True:
@@ -175,8 +173,8 @@ def layer_norm_of(op: str, cell: Any, layer_norm: Any) -> NormOptions | None:
 
 
 def layer_norm_arrays(norm: NormOptions, gates: int, H: int) -> dict[str, int]:
-    """Return {name: width} of the parameters of a layer with layer normalisation, for a cell of this number of gates
-    and H units. A product has no shift, because its shift and the bias would be added to the same preactivations."""
+    """Return {name: width} of the parameters that layer normalisation adds to a layer with a cell of this number of
+    gates and H units. A normalised product has no shift, because the bias is added to the same preactivations."""
     found = {"norm_scale": gates * H} if norm.of is not None else {}
     found |= {"norm_input_scale": gates * H} if norm.of == "products" else {}
     found |= {"norm_shift": gates * H} if norm.of == "sum" else {}
@@ -189,10 +187,9 @@ def first_value(name: str, shape: list[int]) -> mx.array:
 
 
 def norm_given(norm: NormOptions, arrays: Mapping[str, Any]) -> Norm:
-    """Return the `Norm` that a user would write for these options of an engine: the reverse of `options_of`. A layer
-    shows it in its text, and passes it to `pointwise`. arrays: those of a call, by names such as "norm_scale"; the
-    `Norm` gets those that belong to it, as its fields."""
-    # OF: {the user's word: the engines' word}. NAMES: {field of `Norm`: name in a call}.
+    """Return the `Norm` that a user would write for these options of an engine: the inverse of `options_of`. A layer
+    shows it in its repr, and passes it to `pointwise`. arrays: a call's arrays by names such as "norm_scale"; the
+    arrays of the normalisation become fields of the `Norm`."""
     of = next(users_word for users_word, engines_word in OF.items() if engines_word == norm.of)
     given = {field: arrays[in_call] for field, in_call in NAMES.items() if in_call in arrays}
     return Norm(of, c=norm.c, gates=norm.gates, eps=norm.eps, **given)

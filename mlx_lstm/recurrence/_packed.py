@@ -1,10 +1,9 @@
 """Pack padded sequences of different lengths into one array without padding, and unpack them, as
 `torch.nn.utils.rnn` does.
 
-N: sequences, L: steps of the padded batch, P: steps of all sequences together. counts: the number of steps of each
-sequence. order: the sequences as numbers of the batch, the longest first. `check_lengths(op, lengths, N, L)` checks
-lengths and returns an array. A sequence is called n, a step t. op: the function that error texts begin with; `fail(op,
-rule, got)` raises the ValueError "[op] rule but got ...".
+N: sequences, L: steps of the padded batch, P: steps of all sequences together. n: the index of a sequence, t: of a
+step. counts: the number of steps of each sequence. order: the indices n of the sequences, the longest sequence first.
+op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from itertools import accumulate
@@ -79,13 +78,13 @@ def pack_padded_sequence(
         fail(op, "lengths must fall, the longest first, or enforce_sorted be False,", counts.tolist())
     # steps: for each t the sequences that have a step t.
     steps = [order[: int((counts > t).sum())] for t in range(int(counts.max()))]
-    # The place of each step in the input, whose first two axes become one.
+    # places: the row of each packed step in the input after its first two axes are joined.
     places = np.concatenate([n * L + t if batch_first else t * N + n for t, n in enumerate(steps)])
     data = input.reshape(L * N, *input.shape[2:])[mx.array(places.astype(np.int32))]
     sizes = tuple(len(step) for step in steps)
     if enforce_sorted:
         return PackedSequence(data, sizes)
-    # The argsort of an order is its inverse.
+    # np.argsort of a permutation returns its inverse.
     return PackedSequence(data, sizes, *(mx.array(each.astype(np.int32)) for each in (order, np.argsort(order))))
 
 
@@ -97,7 +96,7 @@ def pad_packed_sequence(
     Equals `torch.nn.utils.rnn.pad_packed_sequence`, with its gradient.
 
     Args:
-        sequence (PackedSequence): the sequences.
+        sequence (PackedSequence): the packed sequences, as `pack_padded_sequence` returns them.
         batch_first (bool): whether the result is [N, L, ...] or [L, N, ...], for N sequences of L steps. Default:
             `False`, [L, N, ...].
         padding_value (float): the value after a sequence's end. Default: 0.
@@ -117,7 +116,8 @@ def pad_packed_sequence(
     if total_length is not None:
         L = check_integer(op, "total_length", total_length, least=L)
     data, P = sequence.data, len(sequence.data)
-    # places: for each step and sequence its row in the data. P: the row of the padding, which is put behind all steps.
+    # places [L, N]: for each step of each sequence its row in the data. Row P has the padding value: it is appended to
+    # the data, and stands for all steps after a sequence's end.
     places = np.full((L, N), P)
     for t, (start, size) in enumerate(zip((0, *accumulate(sequence.batch_sizes)), sequence.batch_sizes, strict=False)):
         places[t, order[:size]] = np.arange(start, start + size)
@@ -141,7 +141,7 @@ def check_packed(op: str, sequence: Any) -> tuple[np.ndarray, np.ndarray]:
     indices = np.arange(N) if order is None else np.array(order)
     if not np.array_equal(np.sort(indices), np.arange(N)):
         fail(op, f"sorted_indices must hold each of 0..{N - 1} once", indices.tolist())
-    # The k-th sequence of the data has as many steps as there are batch sizes above k.
+    # The k-th longest sequence (k from 0) has as many steps as there are batch sizes larger than k.
     counts = np.empty(N, int)
     counts[indices] = (sizes[:, None] > np.arange(N)).sum(axis=0)
     return indices, counts

@@ -2,10 +2,11 @@
 products with the weights; the function then computes each hidden unit from the numbers of this unit alone.
 
 T: time steps, B: batch items, I: input features, H: hidden units, G: gates (preactivations per unit), S: states, D:
-directions. The function is cell(a, state, *inputs, *params): a holds the gates; the inputs differ by step, the params
-do not. To trace the function is to find its graph of operations, from which the engines generate code. In a call h0 is
-the first state h, and c0 has all other states side by side. `fail(OP, rule, got)` raises the ValueError "[pointwise]
-rule but got ..."; `check_array(OP, name, array, shape)` checks a shape, in which a text stands for any size.
+directions. The user's function is cell(a, state, *inputs, *params): a has the gates, the inputs differ from step to
+step, the params do not. Tracing the function means to find its graph of operations, from which the engines generate
+code. A `Call` gets the first h as its array h0, and all other first states side by side as its array c0. `fail(OP,
+rule, got)` raises the ValueError "[pointwise] rule but got ...". `check_array(OP, name, array, shape)` checks a shape,
+in which a string such as "B" stands for any size.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,12 +46,12 @@ class OwnCell(NamedTuple):
     op = OP
 
     def traced(self, B: int, H: int, dtype: mx.Dtype, inputs: int = 0) -> PointwiseCell:
-        """Return the cell for states [B, H] and arrays of this dtype, with its graph, which `cell_tracer.traced` reads
-        from the user's function. inputs: the number of inputs of each step. The graph is traced in float64 for arrays
-        of float64, else in float32, in which engines also compute 16-bit arrays. Raise ValueError if the function does
-        not take so many arguments."""
+        """Trace the user's function: find its graph of operations. Return the cell with this graph, for states [B, H]
+        and arrays of this dtype. inputs: the number of inputs of each step. Float64 arrays are traced in float64, all
+        others in float32, because engines compute 16-bit arrays in float32. Raise ValueError if the function takes
+        another number of arguments. B, H: batch items, hidden units."""
         try:
-            # 2: a and state, the first arguments.
+            # 2: the first arguments, a and state.
             signature(self.function).bind(*[None] * (2 + inputs + self.params))
         except TypeError as error:
             each = f"a, state, {inputs} inputs of each step and {self.params} parameters"
@@ -88,7 +89,8 @@ def pointwise(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> tuple[mx.array, tuple[mx.array, ...]]:
-    r"""Run a recurrent cell of your own over a time-major sequence, in generated code, with its gradient.
+    r"""Run a recurrent cell of your own over a time-major sequence, in generated code, with its gradient. Sizes: T time
+    steps, B batch items, I input features, H hidden units, G gates.
 
     .. math::
 
@@ -123,9 +125,9 @@ def pointwise(
             for all units.
         apart (bool): pass each gate as a pair, (the part of x and b, the part of h), as a GRU needs it. Default:
             `False`, as their sum.
-        mask (array, optional): factor on h[t-1] as it enters the product, as in `lstm`.
+        mask (array, optional): m, a factor on h[t-1] as it enters the product, as in `lstm`.
         keep (array, optional): factor on all states before a step, as in `lstm`.
-        hold (array or list, optional): steps at which an item's state is carried unchanged, as in `lstm`.
+        hold (array or list, optional): true at steps at which an item's state is carried unchanged, as in `lstm`.
         lengths (integer array or list, optional): [B], the number of steps of each item, 0..T. After the end of an item
             its h is 0, its state is carried unchanged and its input is not read.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
@@ -166,17 +168,16 @@ def pointwise(
         fail(OP, "cell must be a function", type(cell).__name__)
     D = directions(apart, bidirectional)
     states, B, H = check_states(state, D)
-    # D: the number of directions, 1 or 2. each: the inputs as arrays [T, B, D H]. numbers: the params as arrays [D H].
-    each = check_sequences_of(inputs, x, H * D)
-    numbers = check_params(params, H * D)
+    each = check_sequences_of(inputs, x, H * D)  # the inputs as arrays [T, B, D H]
+    numbers = check_params(params, H * D)  # the params as arrays [D H]
     arrays: dict[str, Any] = {"x": x, "Wx": Wx, "Wh": Wh, "b": b, "h0": states[0], "mask": mask, "keep": keep}
     gates = gates_of(x, Wx, H, D)
     if apart and Wh is None:
         fail(OP, "apart must be False where Wh is None, as there is no recurrent part", "True")
     if Wh is None and mask is not None:
         fail(OP, "mask must be None where Wh is None", "an array")
-    # counts: how many gates, states, inputs and params the function gets. graph: its operations, found by calling it.
-    # The sizes (B, H) only serve this call.
+    # counts: how many gates, states, inputs and params the function gets. `traced` calls the function with arrays
+    # [B, H] to find its graph of operations. The graph itself does not depend on these sizes.
     counts = Counts(gates, len(states), len(each), len(numbers))
     graph = traced(cell, counts, apart, (B, H), mx.float64 if x.dtype == mx.float64 else mx.float32)
     arrays["c0"] = side_by_side(states[1:], D)
@@ -186,14 +187,14 @@ def pointwise(
     call = Call(own, reverse, bidirectional, lengths, engine, stream, hold=hold, checkpoint_every=checkpoint_every)
     given = {name: array for name, array in arrays.items() if array is not None}
     outputs, _ = call.forward(given, return_gates=False, training=training)  # _: the engine that ran
-    # cT has the last states besides h side by side; without such states there is none.
+    # cT has all last states except h, side by side. A cell whose only state is h has no cT.
     last = (outputs["hT"], *apart_again(outputs.get("cT"), len(states) - 1, D))
     return outputs["h"], last
 
 
 def directions(apart: object, bidirectional: object) -> int:
-    """Check that two options are True or False: `apart` (whether a cell gets the parts of a gate from x and from h
-    as a pair) and `bidirectional`. Return the number of directions, 1 or 2."""
+    """Check that two options are True or False: `apart` (a cell gets each gate as a pair, the part from x and the part
+    from h) and `bidirectional`. Return the number of directions, 1 or 2."""
     check_flag(OP, "apart", apart)
     check_flag(OP, "bidirectional", bidirectional)
     return 2 if bidirectional else 1
@@ -211,8 +212,8 @@ def check_arrays(op: str, name: str, arrays: Any) -> list[mx.array]:
 
 
 def check_states(state: Any, D: int) -> tuple[list[mx.array], int, int]:
-    """Check the first states. Return (states, B, H): the states as a list, the batch size, and the number of hidden
-    units. D: the number of directions."""
+    """Check the first states, each [B, D H]. Return (states, B, H): the states as a list, the batch size, and the
+    number of hidden units. D: the number of directions."""
     states = check_arrays(OP, "state", state)
     if not states:
         fail(OP, "state must have at least one array, h,", "none")
@@ -226,8 +227,8 @@ def check_states(state: Any, D: int) -> tuple[list[mx.array], int, int]:
 
 
 def check_sequences_of(inputs: Any, x: Any, width: int) -> list[mx.array]:
-    """Check the argument `inputs`: arrays with values for each time step. Return them as a list, each in the dtype
-    of x and broadcast to [T, B, width]. width: the units of all directions."""
+    """Check the argument `inputs`: arrays with values for each time step. Return them as a list, each in the dtype of x
+    and broadcast to [T, B, width]. width: the units of all directions. T, B: steps, batch items."""
     check_array(OP, "x", x, ["T", "B", "I"])
     shape, whole = (*x.shape[:2], width), []
     for k, array in enumerate(check_arrays(OP, "inputs", inputs)):
@@ -264,8 +265,8 @@ def gates_of(x: mx.array, Wx: Any, H: int, D: int) -> int:
 
 
 def side_by_side(arrays: list[Array], D: int) -> Array | None:
-    """Join n arrays [..., D H] into one [..., D n H], in which the n arrays of each direction lie side by side. D:
-    the number of directions. Return None if there are no arrays."""
+    """Join n arrays [..., D H] into one [..., D n H], in which the n arrays of each direction lie side by side. D: the
+    number of directions. Return None if there are no arrays. H: hidden units."""
     if len(arrays) < 2:
         return arrays[0] if arrays else None
     if D == 1:
@@ -277,7 +278,7 @@ def side_by_side(arrays: list[Array], D: int) -> Array | None:
 
 def apart_again(joined: Array | None, n: int, D: int) -> list[Array]:
     """Return the n arrays [..., D H] that `side_by_side` joined into one. joined: that array, or None if n is 0. D: the
-    number of directions."""
+    number of directions. H: hidden units."""
     if joined is None or n < 2:
         return [] if joined is None else [joined]
     if D == 1:

@@ -1,13 +1,13 @@
 """Base class of the quantized layers of `mlx_lstm.nn` and `mlx_lstm.torch`.
 
-`mx.quantize` stores a weight matrix as packed integers of a few bits, with a scale and mostly a bias for each group of
-numbers of a row. A quantized layer has the parameters of its float layer, but a quantized weight such as `Wh` is three
-arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`. group_size, bits, mode: the arguments of `mx.quantize`:
-how many numbers of a row share a scale, the bits of a number, and the kind of scales. DEFAULTS has the first two for
-each mode, WIDTHS those that a mode allows, QUANTIZED the quantized class of each float class. RECURRENT: with these the
-names of recurrent weights begin. A class of quantized layers has the attributes `op` (its name in errors),
-`of` (the class of its float layer) and `kinds` (the classes that `from_layer` takes). A layer is a dict of its
-parameters, so `self.items()` lists these; its other attributes are in `vars(self)`.
+`mx.quantize` stores a weight matrix as packed integers of a few bits. Each group of numbers of a row has a scale and,
+in mode "affine", a bias. A quantized layer has the parameters of its float layer, but a quantized weight such as `Wh`
+is up to three arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`.
+
+The arguments of `mx.quantize` are group_size (how many numbers of a row share a scale), bits (of each number) and mode
+(the kind of scales). DEFAULTS: {mode: its default (group_size, bits)}. WIDTHS: {mode: (group sizes, bits) that it
+allows}. MLX's class of layers, `nn.Module`, is a dict of the layer's parameters: `self.items()` lists them. All other
+attributes are in `vars(self)`.
 """
 
 from inspect import Signature, signature
@@ -39,18 +39,19 @@ class QuantizedLayer(nn.Module):
     kinds: tuple[type[nn.Module], ...]  # classes that `from_layer` takes
 
     def __init_subclass__(cls, **options: Any):
-        """Give the constructor of a class of this package the signature of its float layer's, followed by the arguments
-        of `mx.quantize`, for help()."""
+        """Register a new quantized class of this package in QUANTIZED. Give its constructor the signature that help()
+        shows: the arguments of the float layer, followed by those of `mx.quantize`."""
         super().__init_subclass__(**options)
         if "of" not in vars(cls):  # a subclass that a user wrote
             return
         QUANTIZED[cls.of] = cls
 
-        # The constructor of the new class. It only calls that of this class, but has the signature that help() shows.
+        # The constructor of the new class. It only calls `QuantizedLayer.__init__`. It exists because help() shows its
+        # signature, which is set below.
         def constructor(self: QuantizedLayer, *sizes: Any, **options: Any) -> None:
             QuantizedLayer.__init__(self, *sizes, **options)
 
-        # packing: the parameters group_size, bits and mode, the only ones of `__init__` below after its `*sizes`.
+        # packing: the parameters group_size, bits and mode, which are the keyword-only ones of `__init__` below.
         packing = [p for p in signature(QuantizedLayer.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
         arguments = [*signature(cls.of.__init__).parameters.values(), *packing]
         constructor.__name__, constructor.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
@@ -71,7 +72,8 @@ class QuantizedLayer(nn.Module):
         bits: int | None = None,
         mode: str = "affine",
     ) -> Layer:
-        """Return a quantized copy of a float layer. The float layer stays unchanged."""
+        """Return a quantized copy of a float layer, which stays unchanged. group_size, bits, mode: as in `mx.quantize`;
+        None stands for the default of the mode."""
         if type(layer) not in cls.kinds:  # a subclass may compute something else
             rule = f"layer must be of the class {cls.of.__module__.removesuffix('._layers')}.{cls.of.__name__}"
             fail(cls.op, rule, f"{type(layer).__module__}.{type(layer).__qualname__}")
@@ -84,13 +86,13 @@ class QuantizedLayer(nn.Module):
         """Return a float layer with the weights that `mx.dequantize` returns for this layer's weights.
 
         The float layer has the class that `from_layer` takes, such as `mlx_lstm.nn.LSTM`, and computes the same
-        results. All its parameters can be trained. This layer stays as it is. Quantizing the new layer in the same way
+        results. All its parameters can be trained. This layer stays unchanged. Quantizing the new layer in the same way
         gives this layer's weights again, up to rounding. The float weights have the dtype of the scales. In modes
-        without biases the scales are codes, and the float weights are float32.
+        without biases the scales are integer codes, so the float weights are float32.
         """
         new = self.of.__new__(self.of)  # without the constructor, which would draw parameters
         nn.Module.__init__(new)
-        # own: the attributes that the float layer does not get. _no_grad has MLX's names of frozen parameters.
+        # own: the attributes that only this layer has. _no_grad: MLX's set of the names of frozen parameters.
         own = ("group_size", "bits", "mode", "_no_grad", "_engine_used")
         vars(new).update({name: value for name, value in vars(self).items() if name not in own})
         for name, value in self.items():
@@ -113,13 +115,14 @@ class QuantizedLayer(nn.Module):
             self[name] = value
 
     def pack(self, group_size: int | None, bits: int | None, mode: str) -> None:
-        """Quantize the weights of this layer and freeze all its parameters.
+        """Quantize the weights of this layer and freeze all its parameters. group_size, bits: None stands for the
+        default of the mode.
 
         A weight whose number of columns is not a multiple of the group size stays a float matrix; for a recurrent
         weight this is an error.
         """
-        # Not DEFAULTS.get(mode): a mode without a hash, such as a list, would raise TypeError here.
-        # `check_packing` below raises a clear error for it. (64, 4): any numbers, for an unknown mode.
+        # This is not DEFAULTS.get(mode), because a wrong mode without a hash, such as a list, would raise TypeError
+        # here; `check_packing` below raises a clear error for it. (64, 4): any numbers, for an unknown mode.
         defaults = next((sizes for name, sizes in DEFAULTS.items() if name == mode), (64, 4))
         group_size = defaults[0] if group_size is None else group_size
         bits = defaults[1] if bits is None else bits

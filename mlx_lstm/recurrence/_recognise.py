@@ -14,14 +14,16 @@
 The cell runs in float64 on the CPU. There MLX computes `mx.sigmoid` and `mx.exp` to the precision of float32, and
 everything else exactly.
 
-D: features of x, H: units, B: batch items. A block is H rows of a parameter (`Block`), n its number in `trial.blocks`.
-A part says what a block is for: (gate, kind), such as ("f", "x") for the input's weights of the forget gate. A form
-says how the step takes and returns states (`Form`). A way is a hypothesis: the function "lstm", "gru" or "rnn", and
-options (`Way`). A trial runs the user's cell (`Trial`). A title is the Python code for a parameter, such as
-"self.weight". `trial.note(rank, text)` keeps the text on the hypothesis of the highest rank, for the warning: rank (0,
-..) no formula fits, (1,) no matrix fits, (2, ..) values differ, (3,) one number is in doubt, (4,) the cell is random.
-`CALLS` has the ways to call a step, `OPS` and `GATES` our functions and their gates, `HIDDEN` for each the gate of step
-3, `OPENERS` the other block, `DEFAULTS` the options' defaults. LOOSE: the relative error that counts as near.
+The names of this module are:
+
+- D: features of x, H: units, B: batch items.
+- A block is H rows of a parameter (`Block`). n: its index in `trial.blocks`.
+- A part says what a block is for: (gate, kind), such as ("f", "x") for the forget gate's weights of x.
+- A form says how the user's step takes and returns states (`Form`).
+- A way is a hypothesis on the formula of the cell (`Way`): the function "lstm", "gru" or "rnn", and its options.
+- A `Trial` runs the user's cell with chosen parameters.
+- A title is the Python code for a parameter, such as "self.weight".
+- `trial.note(rank, text)` stores the text of the highest rank, which the warning shows if no call equals the cell.
 """
 
 import warnings
@@ -54,8 +56,8 @@ OPENERS = {
     "gru": [("n", "h"), ("n", "bhn")],
     "rnn": [],
 }
-"""For each op the blocks, as (gate, kind), of which one is not 0 while the weights of the `HIDDEN` gate are tried.
-Without it the weights of the `HIDDEN` gate would not change the result."""
+"""{op: parts (gate, kind)}. The weights of the `HIDDEN` gate change the result only while one of these parts is not 0,
+so one of them gets weights while the weights of the `HIDDEN` gate are tried."""
 
 DEFAULTS = {
     "reset": "after",
@@ -69,17 +71,18 @@ DEFAULTS = {
 """The defaults of the options in `Way.options`. The returned line contains only other values."""
 
 ROUNDING = {"lstm": 1e-6, "gru": 1e-6, "rnn": 2e-7}
-"""The allowed error of a value v, relative to 1 + |v|. In float64 MLX's sigmoid has the absolute error 3e-8 and, for
-the argument z < 0, the relative error 6e-8 |z|, which matters for |z| up to 14 = log(1e6): c has at most the size 1e6,
-so smaller values of a gate disappear beside 1. A plain RNN multiplies nothing by a sigmoid."""
+"""{op: allowed error of a value v, relative to 1 + |v|}. The error comes from MLX's sigmoid, which is not exact in
+float64: its absolute error is 3e-8 and, for an argument z < 0, its relative error 6e-8 |z|. This matters for |z| up to
+14 = log(1e6), because c is at most 1e6, so a smaller gate times c is less than 1. A plain RNN multiplies nothing by a
+sigmoid."""
 
 SLOPES = 1e-5
 """The allowed error of a gradient, relative to 1 + its largest absolute value. The gradient of each gate has the error
 of the sigmoid, and it is multiplied by states and weights of the size 10 and summed over the rows of a batch."""
 
 LOOSE = 0.1
-"""The largest relative difference at which a block counts as the weights of a gate, until the last comparison decides.
-So the text on a cell that is nearly an LSTM can tell by how much it misses."""
+"""The largest relative error at which a block counts as the weights of a gate, until the last comparison decides. It is
+this large so that a warning on a cell that is nearly an LSTM can say by how much the cell differs."""
 
 B, T = 3, 8
 """The batch size and the number of steps of a comparison of several steps."""
@@ -99,16 +102,17 @@ BATCHES = [
     (100, 100, 1, 100),
     (1e3, 1e3, 1e3, 1e3),
 ]
-"""The sizes of all numbers in each batch of the last comparison. The matrices and the inputs grow together, which
-drives all preactivations into the tails of the activations, and one against the other, which shows limits on weights,
-inputs and states themselves. Gradients and several steps are compared in the first four batches only: the gradient
-of a sigmoid written with mx.exp is NaN for large arguments. The fourth shows the gradient at a limit on c."""
+"""The sizes of all numbers in each batch of the last comparison. In some batches the matrices and the inputs are large
+together, which drives all preactivations into the tails of the activations. In others one is large and the other small,
+which shows limits on weights, inputs and states. Gradients and several steps are compared in the first four batches
+only, because the gradient of a sigmoid written with mx.exp is NaN for large arguments. The fourth batch shows the
+gradient at a limit on c."""
 
 WITH_GRADIENTS, ROWS = 4, 48
 """How many of the first batches are compared with gradients, and the rows (batch items) of each."""
 
 BESIDE = "what it returns beside its state and must be h (let step return the state only)"
-"""The name of the other arrays [B, H] that a step returns."""
+"""The name, in warnings, of the arrays [B, H] that a step returns in addition to the states."""
 
 Array = Any  # an array of NumPy or of MLX
 Part = tuple[str, str]
@@ -140,8 +144,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "step(x, h)": lambda step, x, h: step(x, h),
     "step(h, x)": lambda step, x, h: step(h, x),
 }
-"""The ways to call the user's step. The last one is only tried if x and h differ in width: else nothing shows which of
-the two arrays a step takes for x."""
+"""The ways to call the user's step: {Python code: function that calls it so}. The last one is tried only if x and h
+differ in width: for equal widths "step(x, h)" would run, too, and nothing shows which array the step takes as x."""
 
 
 class StepError(Exception):
@@ -151,8 +155,8 @@ class StepError(Exception):
 class Form(NamedTuple):
     """How the user's step takes and returns the states.
 
-    call: a key of `CALLS`, such as "step(x, (c, h))". at: the index of the first new state among all arrays that the
-    step returns, in the order in which it returns them. The states are returned in the order in which they are taken.
+    call: a key of `CALLS`, such as "step(x, (c, h))". The step returns the states in the order of this call. at: the
+    index of the first new state among all arrays that the step returns.
     """
 
     call: str
@@ -176,8 +180,9 @@ class Block(NamedTuple):
     view consists of k blocks: it has k H rows if it is a matrix, and k H elements if it is a bias.
 
         title: the Python code for the parameter, such as "self.weight"
-        view: the function that returns the view       form: the code for it, such as ".T"
-        columns: the code for the columns, such as ":5"
+        view: a function that takes the parameter and returns the view
+        form: the code for the view, such as ".T"
+        columns: the code for the columns, such as ":5", or "" for all
         row: the index of this block among the k blocks of the view
         kinds: what the block may be by its shape, such as "x" for a matrix of the input (see `Part`)
     """
@@ -192,12 +197,12 @@ class Block(NamedTuple):
 
     @property
     def view_key(self) -> tuple[str, str, str, int]:
-        """Return a key of the view from which the rows are taken."""
+        """Return a key that is equal for all blocks of the same view of a parameter."""
         return self.title, self.form, self.columns, self.k
 
     def text(self, rows: str = "") -> str:
-        """Return the Python code for these rows of the parameter, such as "self.weight[0:4]". Without `rows` return
-        the code for all rows."""
+        """Return the Python code for some rows of the parameter's view, such as "self.weight[0:4]". rows: the slice,
+        such as "0:4", or "" for all rows."""
         index = f"[{rows or ':'}, {self.columns}]" if self.columns else rows and f"[{rows}]"
         return f"{self.title}{self.form}{index}"
 
@@ -233,6 +238,7 @@ def recognise(
     module: nn.Module | dict[str, Any], step: Callable[..., Any], D: int, H: int, *, name: str = ""
 ) -> str | None:
     """Return the call of `lstm`, `gru` or `rnn` that equals a recurrent cell written by hand, as a line to paste.
+    Sizes: B sequences, T steps, D features of x, H units.
 
     The function runs `step` with parameters that it chooses, finds out which rows of which parameter belong to which
     gate, and compares values and gradients, with numbers of the sizes 1e-4 to 1e6. So it does not matter how the cell
@@ -285,6 +291,8 @@ def recognise(
     if not callable(step):
         fail(OP, "step must be a function, step(x, state) -> state,", type(step).__name__)
     D, H = check_integer(OP, "D", D, least=1), check_integer(OP, "H", H, least=2)
+    if not isinstance(name, str):
+        fail(OP, "name must be a str", repr(name))
     trial = Trial(module, step, D, H, name)
     if not trial.shapes:
         fail(OP, "module must hold parameters of a float dtype", f"a {type(module).__name__} without any")
@@ -299,7 +307,7 @@ def recognise(
 
 
 def about_norms(module: Any) -> str:
-    """Return what to do about the layer normalisation in a module, or an empty text if it holds none."""
+    """Return advice for a warning if the module contains an nn.LayerNorm, else an empty text."""
     if not isinstance(module, nn.Module) or not any(isinstance(part, nn.LayerNorm) for part in module.modules()):
         return ""
     return " The module holds an nn.LayerNorm, and steps with one are not recognised: pass norm=mlx_lstm.Norm(...)"
@@ -308,7 +316,7 @@ def about_norms(module: Any) -> str:
 def line_found(trial: "Trial") -> str | None:
     """Return the line of the first hypothesis that equals the user's cell. Return None if there is none; then
     `trial.nearest` says why."""
-    # The state of MLX's random numbers changes if the cell draws some.
+    # Remember the state of MLX's random numbers. If it has changed below, the cell has drawn random numbers.
     random: Any = mx.random.state
     before = np.array(random[0])
     forms = trial.forms()
@@ -318,7 +326,8 @@ def line_found(trial: "Trial") -> str | None:
         # (4,): the highest rank, so the user sees this text.
         trial.note((4,), "It draws random numbers: call eval() of the module if it has dropout")
         return None
-    # question: why a hypothesis that equals the cell within rounding is still in doubt, as text; "" if it is not.
+    # question: a text that says why a hypothesis that equals the cell within rounding may still be wrong; "" if nothing
+    # is in doubt.
     for form in forms:
         for way, question in ways_of(trial, form):
             match = match_of(way, trial, form)
@@ -331,7 +340,7 @@ def line_found(trial: "Trial") -> str | None:
             line = line_of(way, match.arguments)
             if not question:
                 return line
-            # (3,): only an equal cell that is random has a higher rank.
+            # (3,): a high rank, so that the warning shows this text rather than those of hypotheses that differ.
             trial.note((3,), f"The nearest, {line}, equals it within rounding, but {question}")
     return None
 
@@ -349,22 +358,22 @@ class Trial:
         Python code that `recognise` returns."""
         self.step, self.D, self.H = step, D, H
         title = name if name or isinstance(module, nn.Module) else "params"
-        # By title: where each parameter is (the array is owner[key]), the module's own arrays, and their shapes.
+        # Three dicts by title: where each parameter is (the array is owner[key]), the module's own arrays, and their
+        # shapes.
         self.places = {text: (owner, key) for text, owner, key in parameters_of(module, title, set())}
         self.before = {text: owner[key] for text, (owner, key) in self.places.items()}
         self.shapes: dict[str, tuple[int, ...]] = {text: array.shape for text, array in self.before.items()}
-        # x and the states [B, width] of all runs of one step. No number of c is near 0, because results are divided by
-        # it.
+        # x, h and c [B, width] for all runs of one step. No number of c is near 0, because results are divided by c.
         draws = np.random.default_rng(0)
         self.x, self.h = (draws.uniform(-1, 1, (B, width)) for width in (D, H))
         self.c = draws.uniform(0.2, 1, (B, H)) * draws.choice([-1, 1], (B, H))
         self.blocks = [each for text, shape in self.shapes.items() for each in blocks_of(text, shape, D, H)]
-        self.known: dict[Any, np.ndarray | None] = {}  # the results of `new`
-        self.rank: tuple[float, ...] = ()  # that of `nearest`, see `note`
+        self.known: dict[Any, np.ndarray | None] = {}  # a cache of the results of `new`
+        self.rank: tuple[float, ...] = ()  # the rank of the text `nearest`, see `note`
         self.nearest, self.errors = "It does not run with all parameters 0", ""
 
     def set(self, arrays: dict[str, mx.array]) -> None:
-        """Replace parameters of the module."""
+        """Replace parameters of the module. arrays: {title of a parameter: its new array}."""
         for title, array in arrays.items():
             owner, key = self.places[title]
             owner[key] = array
@@ -378,7 +387,8 @@ class Trial:
 
     def numbers(self, n: int) -> np.ndarray:
         """Return the random weights [H, C] or [H] of block n. In each run of the cell all blocks are 0 except one or
-        two, which have these weights. The weights of a block are the same in every run."""
+        two, which have these weights. The weights of a block are the same in every run. H, C: units, columns of the
+        matrix."""
         block = self.blocks[n]
         C = {"x": self.D, "h": self.H}.get(block.kinds[0])  # the columns; None for a vector, such as a bias
         draws = np.random.default_rng([1, n])  # 1: another sequence than that of x and the states, whose seed is 0
@@ -391,7 +401,7 @@ class Trial:
         for call in CALLS:
             if call == "step(h, x)" and self.D == self.H:  # "step(x, h)" would run, too, and nothing says which is x
                 continue
-            first = Form(call, 0)  # 0: not known yet
+            first = Form(call, 0)  # 0: where the new states begin is not known yet
             try:
                 shapes = [array.shape for array in self.arrays(call, *self.inputs(first))]
             except StepError as error:
@@ -411,7 +421,7 @@ class Trial:
         return [mx.array(each, mx.float64) for each in (self.x, self.h, self.c * size)[: 1 + form.states]]
 
     def arrays(self, call: str, x: mx.array, *states: mx.array) -> list[mx.array]:
-        """Run the user's step. Return all arrays in what it returns, in its order."""
+        """Run the user's step, called as `call` (a key of CALLS) says. Return all arrays that it returns, in order."""
         try:
             result: Any = tree_flatten(CALLS[call](self.step, x, *states))
             found = [each for _, each in result if isinstance(each, mx.array)]
@@ -421,8 +431,9 @@ class Trial:
             raise StepError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def run(self, form: Form, x: mx.array, *states: mx.array) -> tuple[list[mx.array], list[mx.array]]:
-        """Run the user's step. Return the new states, h or h and c, and all other arrays [B, H] that it returns, which
-        must be h. form: how it takes and returns the states; x, states: its arguments, h before c."""
+        """Run the user's step. Return (the new states, h or h and c; all other arrays [B, H] that it returns, each of
+        which must equal h). form: how the step takes and returns states. states: h, or h and c. B, H: batch items,
+        units."""
         arrays, stop = self.arrays(form.call, x, *states), form.at + form.states
         found, rest = arrays[form.at : stop], arrays[: form.at] + arrays[stop:]
         if [array.shape for array in found] != [states[0].shape] * form.states:
@@ -433,7 +444,7 @@ class Trial:
     def new(self, form: Form, blocks: tuple[int, ...] = (), size: float = 1) -> np.ndarray | None:
         """Return the new states [1 or 2, B, H] after one step in which all parameters are 0 except for some blocks (H
         rows of a parameter each). form: how the step takes and returns states. size: a factor on c before the step.
-        Return None if the step raises an error."""
+        Return None if the step raises an error. B, H: batch items, units."""
         if (form, blocks, size) in self.known:  # the results of earlier runs
             return self.known[form, blocks, size]
         arrays = {title: np.zeros(shape) for title, shape in self.shapes.items()}
@@ -451,7 +462,7 @@ class Trial:
     def changes(self, form: Form) -> bool:
         """Return whether the step with all parameters 0 gives other states than at its first call."""
         first = self.new(form)
-        self.known.clear()  # else `new` returns the result of the first run again
+        self.known.clear()  # empty the cache, so that `new` runs the step again
         again = self.new(form)
         return first is None or again is None or not np.array_equal(first, again)
 
@@ -486,10 +497,11 @@ def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Bl
     rows are rows of the parameter or of its transpose. If one matrix may hold the weights of x and of h side by side,
     only the columns for x, or only the columns for h, are part of a block. D and H are the widths of x and h.
 
-    A `Block` is (title, view, form, columns, row, k, kinds). A lambda is its view, a function of the parameter; the
-    arguments with defaults, such as n=n, store the values of this loop. n: an index on the first axis of the parameter.
+    A `Block` is (title, view, form, columns, row, k, kinds). Each lambda is such a view: it takes the parameter and
+    returns the part that holds the rows. Its arguments with defaults, such as n=n, store the values of the loop.
     """
-    # 8: four gates with a matrix or bias of x and one of h. "b", "bhn", "p": biases and peepholes, see `Part`.
+    # 8: an array may stack at most 8 matrices or biases: for four gates one of x and one of h. n: the index of one.
+    # "b", "bhn", "p": what a vector may be, a bias, a bias that the reset gate multiplies, or a peephole.
     if len(shape) == 3 and shape[0] <= 8:  # several matrices in one array, such as one per gate
         for n in range(shape[0]):
             for block in blocks_of(title, shape[1:], D, H):
@@ -503,10 +515,11 @@ def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Bl
             yield Block(title, lambda a: a, "", "", row, shape[0] // H, ("b", "bhn", "p"))
     if len(shape) != 2:
         return
-    # columns: for each kind its possible places in a matrix: (width of the matrix, first column, last + 1, their code).
+    # columns: {kind: its possible places in a matrix}. A place is (width of the matrix, first column, last column + 1,
+    # the Python code of these columns).
     columns = {"x": [(D, 0, D, ""), (D + H, 0, D, f":{D}"), (D + H, H, D + H, f"{H}:")]}
     columns["h"] = [(H, 0, H, ""), (D + H, D, D + H, f"{D}:"), (D + H, 0, H, f":{H}")]
-    # form: the code for the view, the matrix itself or its transpose. C: the width that the matrix must have.
+    # form: the code for the matrix itself, "", or its transpose, ".T". C: the width that it must have for this place.
     for form, (rows, width) in (("", shape), (".T", shape[::-1])):
         for kind, C, start, stop, text in [(kind, *each) for kind, all_of in columns.items() for each in all_of]:
             if width == C and rows % H == 0:
@@ -529,9 +542,9 @@ OTHERS += [Way("rnn", {"activation": word}) for word in ("tanh", "relu", "sigmoi
 
 
 def ways_of(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
-    """Yield the hypotheses on the formula of the cell that give nearly its states after a step with all parameters 0:
-    those of `lstm_ways` for a cell with the states h and c, else OTHERS, those of a GRU or a plain RNN. With each comes
-    a text on a number that could not be read, or ""."""
+    """Yield (hypothesis, text) for each hypothesis on the formula of the cell that gives nearly the cell's states after
+    a step with all parameters 0. text: which number of the formula could not be measured, or "". A cell with the states
+    h and c may be an LSTM (`lstm_ways`), a cell with h alone a GRU or a plain RNN (OTHERS)."""
     got = trial.new(form)
     for way, text in lstm_ways(trial, form) if form.states == 2 else [(way, "") for way in OTHERS]:
         want = computed(way, trial, {})  # {}: all weights are 0
@@ -546,11 +559,11 @@ def ways_of(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
 
 
 def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
-    """Yield the hypotheses on the formula of a cell with the states h and c: an LSTM with peepholes that read the
-    current or the previous c. With each comes a text on the forget bias if it could not be read, or "".
+    """Yield (hypothesis, text) for a cell with the states h and c: an LSTM whose output peephole reads the current or
+    the previous c. text: says that the forget bias could not be measured, or "".
 
-    A step with all parameters 0 multiplies c by the sigmoid of the forget bias, so a tiny c shows the forget bias. A
-    huge c shows the limit on c.
+    A step with all parameters 0 multiplies c by the sigmoid of the forget bias. So a step from a tiny c shows the
+    forget bias, and a step from a huge c shows the limit on c.
     """
     tiny, huge = trial.new(form, size=1e-6), trial.new(form, size=1e6)
     if tiny is None or huge is None:
@@ -559,7 +572,7 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     f = float(np.median(factor))  # sigmoid(forget bias)
     if not np.abs(factor - f).max() <= 1e-6 or not 0 < f < 1:
         call = f"With all parameters 0, {form.call} returns a c that is not a part of the c before, the same part for"
-        # The pair is the rank of this note: of all notes the user sees the one of the highest rank. This one is lowest.
+        # (0, -inf): the lowest rank of a note. The user sees only the note of the highest rank.
         trial.note((0, -np.inf), f"{call} all units, as in an LSTM")
         return
     # The forget bias is the inverse sigmoid of f. The error of f, up to 5e-8, grows by the slope 1 / (f (1 - f)).
@@ -572,14 +585,14 @@ def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     limits = huge[1] * np.sign(trial.c)  # the new |c| of each unit, which is the limit if there is one
     limit = float(np.median(limits))
     # A clip that lets gradients through is usually written as c + stop_gradient(clip(c) - c). In float64 this sum is
-    # clip(c) up to the rounding of c, which is 1e6 here: 1e6 times 1e-16 is 1e-10.
+    # clip(c) up to the rounding of c, which is 1e6 here: 1e6 times 1e-16 is 1e-10. Allow ten times this error.
     error = 1e-9 * max(1, abs(limit))
     if limit > 0 and np.abs(limits - limit).max() <= error:
-        # The limit itself was measured, to its last digits. So a limit of many digits is not in doubt, as a forget bias
-        # is. If it is the float32 of a short number, `written` returns that number.
+        # The limit was measured to its last digit, unlike the forget bias. So a limit of many digits is accepted, too.
+        # If it is the float32 of a short number such as 0.1, `written` returns the short number.
         number = decimal(limit, error)
         options["cell_clip"] = written(limit) if number is None else number
-    rules = ("through", "zero") if "cell_clip" in options else ("through",)  # of the gradient at the clip
+    rules = ("through", "zero") if "cell_clip" in options else ("through",)  # how gradients may pass the clip
     for word, rule in product(("current", "previous"), rules):
         yield Way("lstm", options | {"output_peephole": word, "clip_gradient": rule}), text
 
@@ -603,9 +616,10 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
     `way`. Return a dict from (gate, kind) to lists of blocks, and the Python code of blocks that have the effect of no
     gate."""
     parts: dict[Part, list[int]] = {}
-    gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]  # those whose weights have an effect alone
-    # Blocks are called by their numbers here. parts: the blocks found for each gate and kind. rest: the blocks that
-    # belong to no gate yet. effects: those of them that change the states, for the warning.
+    # gates: the gates whose weights have an effect while all other parameters are 0.
+    gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]
+    # A block is named by its index in trial.blocks here. parts: {(gate, kind): blocks that belong to it}. rest: the
+    # blocks that belong to no gate yet. effects: blocks that change the states as no gate does, for the warning.
     rest, effects = list(range(len(trial.blocks))), set[int]()
 
     def assign(gates: list[str], known: dict[Part, int]) -> None:
@@ -620,17 +634,18 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
                 effects.add(n)
 
     assign(gates, {})
-    # The weights of the hidden gate have an effect only while another block, the opener, is not 0.
+    # The weights of the gate HIDDEN[way.op] have an effect only while another block, the opener, is not 0.
     opener = next((part for part in OPENERS[way.op] if part in parts), None)
     if opener:
         assign([HIDDEN[way.op]], {opener: parts[opener][0]})
-    # A parameter has several views, such as its transpose, and is the weights of gates in at most one of them.
+    # A parameter has several views, such as itself and its transpose. In at most one of them its rows are the weights
+    # of gates.
     found = {part: [trial.blocks[n] for n in blocks] for part, blocks in parts.items()}
     views = {block.view_key for blocks in found.values() for block in blocks}
     titles = {block.title for blocks in found.values() for block in blocks}
-    # others: blocks with an effect that fits no gate. If other rows of the same view belong to gates, their code is
-    # returned, such as "self.weight[4:8]". If no view of the parameter does, its title is. Blocks of a wrong view, such
-    # as the transpose of a matrix that belongs to gates, are left out.
+    # others: blocks with an effect that fits no gate. Three cases differ. If other rows of the block's view belong to
+    # gates, return the code of the block, such as "self.weight[4:8]". If no rows of its parameter belong to gates,
+    # return the parameter's title. Else the view is wrong, such as the transpose of a matrix: leave the block out.
     others = [trial.blocks[n] for n in sorted(effects - {n for blocks in parts.values() for n in blocks})]
     texts = [sliced(each, trial.H) for each in others if each.view_key in views]
     return found, texts + sorted({each.title for each in others if each.title not in titles})
@@ -639,9 +654,9 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
 def part_of(
     way: Way, trial: Trial, form: Form, n: int, gates: list[str], known: dict[Part, int]
 ) -> tuple[Part | None, bool]:
-    """Find out to which gate block n (H rows of a parameter) belongs, and what its weights multiply. Return (gate,
-    kind), where kind is "x", "h" or another word of `Part`, or None if no gate fits; and whether the block has an
-    effect.
+    """Find out to which gate block n (H rows of a parameter) belongs, and what its weights multiply. Return (part, has
+    an effect): part is (gate, kind), with the kinds of `Part` such as "x", or None if no gate fits; the second value
+    tells whether the block changes the states.
 
     The user's cell runs one step with all parameters 0 except for this block. The formula `way` (an op and its options)
     runs one step with the same numbers as the weights of one gate and kind. If both give nearly the same states, this
@@ -649,13 +664,14 @@ def part_of(
     effect alone; or {}.
     """
     context = tuple(known.values())
-    # base: the new states without block n. got: with it. want: what the formula gives if it is the weights of `part`.
+    # base: the new states without block n. got: the new states with it. want: what the formula gives if block n has the
+    # weights of `part`.
     base, got = trial.new(form, context), trial.new(form, (*context, n))
     # A difference up to 1e-7 may be rounding. A step that raises an error counts as an effect of the block.
     if base is None or got is None or not np.abs(got - base).max() > 1e-7:
         return None, got is None
     others = {part: trial.numbers(block) for part, block in known.items()}
-    # best: the part that fits best so far. least: by how much it misses, relative to its effect; LOOSE is allowed.
+    # best: the part that fits best so far. least: its error, relative to its effect; it must be below LOOSE.
     best, least = None, LOOSE
     for part in product(gates, trial.blocks[n].kinds):
         if part[1] == "bhn" and (part[0] != "n" or way.options["reset"] != "after"):
@@ -672,11 +688,11 @@ def part_of(
 
 
 def computed(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarray:
-    """Compute one step of the formula `way`. `weights` holds the weights that are not 0 by (gate, kind), see
-    `Part`. Return the states [1 or 2, B, H]: h, and c if there is one."""
+    """Compute one step of the formula `way`. `weights` holds the weights that are not 0 by (gate, kind), see `Part`.
+    Return the states [1 or 2, B, H]: h, and c if there is one. B, H: batch items, units."""
 
     def all_gates(kind: str, *shape: int) -> mx.array:
-        """Return the weights of all gates one after the other."""
+        """Return the weights of this kind of all gates one after the other. shape: the shape of one gate's weights."""
         each = [weights.get((gate, kind), np.zeros(shape)) for gate in GATES[way.op]]
         return mx.array(np.concatenate(each), mx.float64)
 
@@ -699,18 +715,18 @@ def called(way: Way, arguments: dict[str, Any], x: mx.array, h: mx.array, c: mx.
 
 
 def match_of(way: Way, trial: Trial, form: Form) -> Match:
-    """Find the arguments of the call of the formula `way` that may equal the user's cell. A gate without weights gets
-    zeros. trial.D, trial.H: the features of x and the hidden units."""
+    """Find the arguments with which a call of the function `way.op` may equal the user's cell. A gate without weights
+    gets zeros. trial.D, trial.H: the features of x and the hidden units."""
     parts, unknown = parts_of(way, trial, form)
     if not {kind for _, kind in parts} & {"x", "h"}:
-        # Rank 1 of `note`: nearer than no formula at all, but not even one gate was found.
+        # (1,): a low rank of this note, as not even one gate was found.
         trial.note((1,), f"No matrix among its parameters has the effect of a gate of {way.op}")
         return Match({}, parts, unknown)
     # ("o", "p"): the peephole of the output gate.
     if way.options.get("output_peephole") == "previous" and ("o", "p") not in parts:
         return Match({}, parts, unknown)  # without this peephole it is the same as "current", which was tested before
     gates, H = GATES[way.op], trial.H
-    # The gate order of a parameter that holds all gates, if there is one; the call then takes it without slices.
+    # order: if one parameter holds all gates, its gate order, because the call can then take it without slices.
     orders = [order_of([parts.get((gate, kind), []) for gate in gates], gates) for kind in "xh"]
     order = next((found for found in orders if found), gates)
     arguments: dict[str, Any] = {}
@@ -719,7 +735,7 @@ def match_of(way: Way, trial: Trial, form: Form) -> Match:
         if kind in "xh" or any((gate, kind) in parts for gate in gates):
             arguments[key] = joined([parts.get((gate, kind), []) for gate in order], order, shape)
     if ("n", "bhn") in parts:
-        arguments["bhn"] = joined([parts["n", "bhn"]], "n", (H,))  # of the gate n alone
+        arguments["bhn"] = joined([parts["n", "bhn"]], "n", (H,))  # only gate n has this bias
     options = {"gate_order": order} if order != gates else {}
     options |= {key: value for key, value in way.options.items() if value != DEFAULTS[key]}
     return Match(arguments | options, parts, unknown)
@@ -737,13 +753,13 @@ def order_of(blocks: list[list[Block]], gates: str) -> str:
 
 
 def joined(blocks: list[list[Block]], order: str, shape: tuple[int, ...]) -> Expression:
-    """Return the code of one argument of the call: the weights of all gates one after the other. `blocks` has for each
-    gate its blocks (H rows of a parameter each), of this shape. Several blocks of one gate, such as two biases, are
-    added. A gate without a block gets zeros."""
+    """Return one argument of the call: the weights of all gates one after the other. blocks: for each gate a list of
+    its blocks (H rows of a parameter each), of this shape. Several blocks of one gate, such as two biases, are added. A
+    gate without a block gets zeros. order: the gate order of the call."""
     H = shape[0]
     # If the blocks together are whole parameters, in the gate order of the call, the code needs no slices, such as
-    # "ih.bias + hh.bias". Test this: each entry of `columns` has one block of every gate, which may be one parameter.
-    # `whole` returns all rows of a block's view; `sliced` returns the code for the rows of one block.
+    # "ih.bias + hh.bias". Test this: each entry of `columns` has one block of every gate, and these blocks together may
+    # be one parameter. `whole` returns all rows of a block's view; `sliced` returns the code for a block's own rows.
     columns = list(zip(*blocks, strict=True)) if len({len(each) for each in blocks}) == 1 and blocks[0] else []
     if columns and all(order_of([[block] for block in column], order) == order for column in columns):
         firsts = [column[0] for column in columns]
@@ -789,12 +805,11 @@ def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
             trial.note((2, batch), f"The nearest is {line}, but then the step raises {error}")
             return False
         misses = [(miss(got, want, allowed), what, got, want) for what, got, want, allowed in pairs]
-        # The comparison that misses most, in units of what is allowed. A gradient is named only if all values are
-        # equal.
+        # worst: the largest error, in units of the allowed error. A wrong value is reported before a wrong gradient.
         worst, what, got, want = max(misses, key=lambda each: (each[0] > 1 and "gradient" not in each[1], each[0]))
         if not worst <= 1:  # also if it is NaN
             error = f"by {np.abs(got - want).max():.2g}" if got.shape == want.shape else "its shape"
-            # The numbers in `sizes`; only an LSTM has a c.
+            # names: what the numbers in `sizes` are the sizes of. Only an LSTM has a c.
             names = ("matrices", "vectors", "x and h", "c")[: 3 + (form.states == 2)]
             where = ", ".join(f"{name} {size:g}" for name, size in zip(names, sizes, strict=False))
             text = f"The nearest, {line}, misses {what} {error} where the numbers have the sizes {where}"
@@ -806,14 +821,16 @@ def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
 
 
 def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
-    """Return whether the cell's forget bias is the number in `way`, to about 1e-9. Without weights that show it, return
-    whether it is 0.
+    """Return whether the cell's forget bias is the number in `way.options`, to about 1e-9. If the cell has no weights
+    that show it, return whether the number is 0.
 
-    MLX rounds a sigmoid to float32, also in float64. So sigmoid(z) is a staircase of steps over z, and even a z that is
-    wrong by a small part of a step crosses other edges. Around z = 0 the staircase of gate f, with the forget bias
-    taken off its z, must equal that of gate i. The new c is sigmoid(z_f) g if only f has weights and the old c is g; it
-    is sigmoid(z_i) g if only i and g have weights and the old c is 0.
+    MLX rounds a sigmoid to float32, also in float64. So sigmoid(z) is a staircase as a function of z. If z is wrong by
+    even a small part of a stair, some of many points z lie on another stair. Two staircases around z = 0 must be equal:
+    that of gate f, with z minus the forget bias as its input, and that of gate i. The new c shows them. It is
+    sigmoid(z_f) g if only f has weights and the old c is g; it is sigmoid(z_i) g if only i and g have weights and the
+    old c is 0.
     """
+    # z_f, z_i: the preactivations of the gates f and i. g: the value of the candidate.
     # found: a block of f and of i that multiplies x, and one of g, if there are such. by_x: whether g reads x, too.
     kinds = (("f", "x"),), (("i", "x"),), (("g", "h"), ("g", "b"), ("g", "x"))
     found = [[block for part in each for block in match.parts.get(part, [])][:1] for each in kinds]
@@ -821,14 +838,16 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     if not all(found) or (by_x and trial.D == 1):
         return way.options["forget_bias"] == 0
     (f,), (i,), (g,) = found
-    # z: 1001 preactivations around 0, 1e-9 apart. They cross several edges of the staircase, whose steps are 1e-7 to
-    # 3e-7 wide there. a: the weight of block g, so that the candidate is tanh(a), below a usual limit on c.
+    # z: 1001 preactivations around 0, 1e-9 apart. MLX rounds a sigmoid to float32, so it is constant over intervals of
+    # z, which are 1e-7 to 3e-7 wide near 0. The points lie in several intervals. a: the weight of block g. It is so
+    # small that the candidate tanh(a) is below usual limits on c.
     z, H, a = np.linspace(-5e-7, 5e-7, 1001), trial.H, 0.01
 
     def new_c(blocks: list[Block], x: np.ndarray, c: float) -> np.ndarray:
-        """Return the new c [rows, H] after a step in which all weights are 0 except for one column of each of these
-        blocks, or all of a bias: these are 1, those of g are `a`. x [rows]: the first feature, which f and i read; g
-        reads the second feature (`by_x`) or the first unit of h, both 1. c: all numbers of c before the step."""
+        """Return the new c [rows, H] after a step. All weights are 0, except for these blocks: one column of a matrix,
+        or all of a bias, is 1, or `a` for the block of g. x [rows]: the first feature of x, which the gates f and i
+        read. The gate g reads the second feature (if `by_x`) or the first unit of h, which are 1. c: the value of all
+        numbers of c before the step."""
         arrays = {title: np.zeros(shape) for title, shape in trial.shapes.items()}
         for block in blocks:
             rows = block.view(arrays[block.title])[block.row * H : (block.row + 1) * H]
@@ -838,7 +857,7 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
         trial.set({title: mx.array(array, mx.float64) for title, array in arrays.items()})
         x_in, h_in, c_in = np.zeros((len(x), trial.D)), np.zeros((len(x), H)), np.full((len(x), H), c)
         x_in[:, 0], h_in[:, 0] = x, 1
-        x_in[:, 1:2] = 1  # no column if x has one feature
+        x_in[:, 1:2] = 1  # if x has one feature, [:, 1:2] is empty
         states, _ = trial.run(form, *[mx.array(array, mx.float64) for array in (x_in, h_in, c_in)])
         return double(states[1])
 
@@ -846,13 +865,14 @@ def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     value = new_c([i, g], np.array([100.0]), 0.0)
     of_f = new_c([f], z - way.options["forget_bias"], value[0, 0])
     of_i = new_c([i, g], z, 0.0)
-    # Two of the points may lie so near to a change of the result that they differ.
+    # of_f and of_i must be equal at all points z but two. Two points may differ, because they may be so near to a jump
+    # of the rounded sigmoid that an error of z decides on which side they are.
     return bool((np.abs(of_f - of_i) <= 1e-12).all(axis=1).sum() >= len(z) - 2)
 
 
 def miss(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> float:
-    """Return the largest error of `got`, in units of the allowed error. It is infinite if shapes differ, a number is
-    not finite, or there is nothing to compare: no number but 0."""
+    """Return the largest error of `got`, in units of the allowed error. It is infinite if the shapes differ, if a
+    number is not finite, or if all numbers of `want` are 0, because then nothing was compared."""
     return judged("", got, want, allowed).ratio if want.any() else np.inf
 
 
@@ -866,7 +886,7 @@ def compared(
     numbers are so large that a gradient may be NaN. BESIDE: the name of what a step returns besides the states."""
     arrays, first = drawn(trial, form, batch)  # parameters by title; [x, h] or [x, h, c]
 
-    # One step of the user's cell, and the same step of the call.
+    # by_hand: compute one step by the user's cell. by_call: compute the same step by the call.
     def by_hand(arrays: dict[str, mx.array], *inputs: mx.array) -> list[mx.array]:
         trial.set(arrays)
         states, rest = trial.run(form, *inputs)
@@ -876,7 +896,7 @@ def compared(
         values = {key: each.value(arrays) if isinstance(each, Expression) else each for key, each in arguments.items()}
         return called(way, values, *inputs)
 
-    # Compare the outputs of one step: `given` of the user's cell, and those of the call for the same inputs.
+    # Compare the outputs of one step of the user's cell, `given`, with the outputs of the call for the same inputs.
     def outputs(
         inputs: list[mx.array], given: list[mx.array]
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
@@ -884,7 +904,7 @@ def compared(
         names = ["h", "c"][: form.states] + [BESIDE] * (len(given) - form.states)
         # A GRU may be written as h + (1 - z) (n - h): then the error of z is multiplied by h.
         size = 1 + np.abs(double(inputs[1])) if way.op == "gru" else 1
-        # Whatever the cell returns beside its states is compared with h, want[0].
+        # All other arrays [B, H] that the cell returns are compared with h, which is want[0].
         for name, one, other in zip(names, given, want + want[:1] * (len(given) - len(want)), strict=True):
             yield name, double(one), double(other), ROUNDING[way.op] * (size + np.abs(double(other)))
 
@@ -896,8 +916,8 @@ def compared(
                 continue  # a parameter of another part of the module
             allowed = SLOPES * (1 + np.abs(want[name]).max())
             yield f"the gradient of {name}", slope, want[name], np.full(slope.shape, allowed)
-        # Run the cell for T steps. taken: the inputs of each step, given: its outputs. The call computes each step from
-        # the cell's own states before it: so errors do not grow from step to step.
+        # Run the cell for T steps. taken: the inputs of each step. given: its outputs. The call computes each step from
+        # the cell's own states before this step, so that errors do not grow from step to step.
         states, taken, given = [each[:B] for each in first[1:]], [], []
         for t in range(T):
             taken.append([first[0][t * B : (t + 1) * B], *states])
@@ -911,10 +931,11 @@ def compared(
 def drawn(trial: Trial, form: Form, batch: int) -> tuple[dict[str, mx.array], list[mx.array]]:
     """Return random parameters by title, and x and the states with many rows, of the sizes `BATCHES[batch]`."""
     # matrices, vectors, inputs, cell: the sizes of the matrices, of the biases and peepholes, of x and h, and of c.
-    draws, (matrices, vectors, inputs, cell) = np.random.default_rng(batch + 1), BATCHES[batch]  # 0: `Trial.x`
+    # batch + 1: another random seed for each batch; `Trial.x` has the seed 0.
+    draws, (matrices, vectors, inputs, cell) = np.random.default_rng(batch + 1), BATCHES[batch]
     arrays = {}
     for title, shape in trial.shapes.items():
-        # The square root keeps the products with a matrix from growing with the widths D and H.
+        # Divide by the square root, so that products with a matrix do not grow with the widths D and H.
         size = vectors if len(shape) < 2 else matrices / np.sqrt(min(shape[-2:]))
         arrays[title] = mx.array(draws.uniform(-1.5, 1.5, shape) * size, mx.float64)
     rows = []
@@ -922,8 +943,8 @@ def drawn(trial: Trial, form: Form, batch: int) -> tuple[dict[str, mx.array], li
         # Each row has its own size, so that the tails and the middle of every activation occur in each batch.
         each = size * 10 ** draws.uniform(-1, 0.5, (ROWS, 1))
         row = draws.uniform(-1, 1, (ROWS, width)) * each
-        # In one row x is 0, in another one h, in another one c: a cell may take such an input for padding. Never are
-        # both x and h 0, where a relu without a bias has no derivative.
+        # In one row x is 0, in another row h, in another row c, because a cell may treat zeros as padding. x and h are
+        # never 0 in the same row, because a relu without a bias has no derivative there.
         row[-1 - len(rows)] = 0
         rows.append(mx.array(row, mx.float64))
     return arrays, rows
@@ -937,7 +958,7 @@ def gradients(
     draws = np.random.default_rng(0)
     cotangents = [mx.array(draws.uniform(0.5, 1.5, inputs[1].shape), mx.float64) for _ in range(states)]
 
-    # A number whose gradients are wanted: the sum of all outputs times their random gradients.
+    # The function to differentiate: the sum of all outputs times their random gradients.
     def loss(arrays: dict[str, mx.array], *inputs: mx.array) -> mx.array:
         outputs = function(arrays, *inputs)[:states]
         return mx.stack([(weight * each).sum() for weight, each in zip(cotangents, outputs, strict=True)]).sum()

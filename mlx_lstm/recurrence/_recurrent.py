@@ -1,11 +1,16 @@
 """The function `recurrent`: run a cell that the user wrote in plain MLX over a sequence.
 
-T: time steps, B: batch items. A tree is an array, or nested tuples, lists and dicts of arrays; its leaves are the
-arrays. step: the user's function of one time step. live [T, B]: which steps run; None if all do. before, after: factors
-of the option `keep`, by which the state is multiplied before and after a step. `filled(tree, arrays)` returns a tree of
-the same structure with other arrays. `by_time` splits a sequence [T, ...] into a list of its steps. `form` checks a
-tree and describes its arrays as text; two trees of equal forms have equal structures, dtypes and shapes. `fail(OP,
-rule, got)` raises the ValueError "[recurrent] rule but got ...".
+T: time steps, B: batch items. The other names of this module are:
+
+- step: the user's function of one time step.
+- A tree is an array, or nested tuples, lists and dicts of arrays. Its leaves are the arrays.
+- live [T, B]: whether a batch item runs this step; None if all items run all steps. An item does not run a step that
+  is held (option `hold`) or after the item's end.
+- before, after [T, B]: factors from the option `keep`; the state is multiplied by them before and after a step.
+- `filled(tree, arrays)` returns a tree of the same structure with other arrays. `by_time` splits a sequence [T, ...]
+  into a list of its steps.
+- `form` returns a tree of texts with the dtype and shape of each array. Trees with equal forms have equal structures.
+- `fail(OP, rule, got)` raises the ValueError "[recurrent] rule but got ...".
 """
 
 from collections.abc import Callable
@@ -40,6 +45,7 @@ def recurrent(
     checkpoint_every: int | str | None = None,
 ) -> tuple[Any, Any]:
     """Run a cell of your own over a time-major sequence: `output[t], state = step(x[t], state)`, step after step.
+    Sizes: T time steps, B batch items.
 
     `step` may use any operation of MLX. No kernel of this package runs: MLX builds a graph of T times the step, which
     is slower than `lstm`, `gru` and `rnn`. MLX differentiates it, to any order, with respect to x, the state and all
@@ -64,17 +70,18 @@ def recurrent(
             carried unchanged (`keep` still applies), its outputs are 0 and its input is not read: `step` gets zeros
             instead, as past an item's end. Steps past an item's end are not held.
         lengths (integer array or list, optional): [B], the number of steps of each item, 0..T. After the end of an item
-            its outputs are 0, its state is carried unchanged and its input is not read: `step` gets zeros instead, at
-            which its derivative by parameters must be finite. With `reverse` the item starts at its end. Under
-            `mx.compile` the range is not checked.
+            its outputs are 0, its state is carried unchanged and its input is not read: `step` gets zeros instead. For
+            zeros the derivatives of `step` by its parameters must be finite. With `reverse` the item starts at its end.
+            Under `mx.compile` the range is not checked.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`. For both
             directions call twice and concatenate the outputs.
         checkpoint_every (int or str, optional): for a gradient, save the states of every K-th step only, and run K
             steps at a time again; `"auto"` takes the square root of T. Then `step` must give the same results when it
-            runs again. It must not assign arrays to a module, as `nn.BatchNorm` does in training, and must not capture
-            arrays of floats. Pass these arrays as `parameters`, or hold them in modules that `step` can reach: the
-            object of a method, variables of enclosing functions, global variables, Python modules that it imports
-            itself, and the attributes of these that its code names. Other arrays of floats are refused, if MLX can
+            runs again; numbers that it draws from `mx.random` come again, too. It must not assign arrays to a module,
+            as `nn.BatchNorm` does in training, nor change them in place, and must not capture arrays of floats. Pass
+            these arrays as `parameters`, or hold them in modules that `step` can reach: the object of a method,
+            variables of enclosing functions, global variables, Python modules that it imports itself, and the
+            attributes of these that its code names. Changes in place and other arrays of floats are refused, if MLX can
             export `step`. MLX's jvp and vmap do not support this option. Default: `None`, save everything.
 
     Returns:
@@ -118,24 +125,25 @@ def recurrent(
     def run(start: int, sequences: Any, state: Any, parameters: Any) -> tuple[Any, Any]:
         """Run the steps of a chunk of the sequence, which begins at step `start`. Return (outputs, last state).
 
-        An item whose step does not run (held, or after its end) is still computed, because MLX has one graph for the
-        whole batch. Three functions see to it that nothing of this matters: `of_live` replaces x by zeros there, so no
-        NaN of the padding is read; `only_live` makes the derivatives of the step 0 there; `over_time` then chooses the
-        old state, and 0 as the output.
+        Some items do not run a step: the step is held, or the item has ended. They are computed nevertheless, because
+        MLX has one graph for the whole batch, but this must not change any result. So `of_live` replaces their x by
+        zeros, and no NaN of the padding is read. `only_live` makes the derivatives of their step 0. `over_time` gives
+        them their old state, and 0 as the output.
         """
         x, live, before = sequences
-        # x_at, live_at, before_at: the same by step. third: (the third argument of the user's function), or ().
+        # x_at, live_at, before_at: x, live and before as lists with one entry per step. third: the third argument of
+        # the user's function in a tuple, or ().
         third = () if parameters is None else (parameters,)
         x_at = tree_map(lambda array: by_time(array if live is None else of_live(live, array)), x)
         arrays: Any = tree_flatten(x)  # pairs (key, array)
-        steps = len(arrays[0][1])  # of this chunk
+        steps = len(arrays[0][1])  # the number of steps of this chunk
         live_at = [None] * steps if live is None else by_time(live)
         before_at = None if before is None else by_time(before)
 
         def at(t: int, state: Any) -> tuple[Any, Any]:
             """Run the user's step t of this chunk, and check what it returns."""
             state = state if before_at is None else multiplied(before_at[t], state)
-            # The tree of x at step t: x gives the structure, x_at a list of steps in the place of each array.
+            # x_at has a list of steps in place of each array of x. So take entry t of each list: the tree of x at t.
             given = tree_map(lambda _, rows: rows[t], x, x_at), state
             # live_at[t]: the items that run this step, or None for all. `only_live` makes the step's derivatives 0 for
             # the others.
@@ -143,22 +151,25 @@ def recurrent(
             check_results(results, state_form, forms, B, start + t)
             return results
 
-        # by_mlx: MLX differentiates the steps, so `over_time` chooses the old state in a way that stops NaN gradients.
+        # by_mlx=True: MLX differentiates these steps, so `over_time` must choose between the old and the new state in a
+        # way that lets no NaN gradient through.
         return over_time(at, state, range(steps)[:: -1 if reverse else 1], lambda t: live_at[t], by_mlx=True)
 
     sequences = (x, live, before)
     if every is None:
         outputs, last = run(0, sequences, state, parameters)  # all steps are one chunk, which begins at step 0
-        last = filled(last, distinct(leaves(last)))  # a step may return one array as two states
+        # A step may return one array as two states. `distinct` makes them two arrays, because `mx.vjp` needs this.
+        last = filled(last, distinct(leaves(last)))
     else:
         outputs, last = checkpointed(run, every, step, sequences, state, parameters, reverse)
-    # The factors of held steps after the last step that ran still act on the state.
+    # Held steps after the last step that ran still multiply the state by their factors `keep`.
     return outputs, last if after is None else multiplied(after[0 if reverse else -1], last)
 
 
 def check_results(results: Any, state_form: Any, forms: list[Any], batch: int, t: int) -> None:
-    """Check what the user's function returned at step t: (output, state). The state must have the form `state_form` of
-    the first state, the output that of the outputs so far, `forms`, to which its own is added. batch: B."""
+    """Check what the user's function returned at step t: (output, state). A form is a tree with the dtype and shape of
+    each array. The state must have the form `state_form` of the first state. The output must have the form of the
+    outputs of earlier steps, `forms`; its own form is appended to `forms`. batch: the batch size."""
     if not isinstance(results, tuple) or len(results) != 2:
         fail(OP, "step must return a tuple of two, (output_t, state),", shown(results))
     output, state = results
@@ -173,9 +184,10 @@ def check_results(results: Any, state_form: Any, forms: list[Any], batch: int, t
 def over_steps(
     keep: Any, hold: Any, T: int, B: int, ends: mx.array | None, reverse: bool
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """Check the options `keep` and `hold`. Return (live, before, after). ends [B]: the number of steps of each item, or
-    None. live, bool [T, B]: which steps run, or None if all do. before, after [T, B]: the
-    factors by which the state is multiplied before and after each step, or None."""
+    """Check the options `keep` (a factor on the state) and `hold` (steps that leave the state unchanged). Return (live,
+    before, after). live, bool [T, B]: which steps run, or None if all do. before, after [T, B]: the factors on the
+    state before and after each step, or None. ends [B]: the number of steps of each item, or None. T, B: steps, batch
+    items."""
     options = whole_steps(OP, keep, hold, (T, B), "[T, B]")
     held = options["hold"] != 0 if "hold" in options else None
     steps = Steps(T, B, backwards=(reverse,), batch_first=False, lengths=ends, hold=held)
@@ -214,8 +226,8 @@ def form(tree: Any, name: str, begin: tuple[int | str, ...]) -> Any:
     """Return a tree with the dtype and shape of each array as text. Raise an error if a shape does not begin with
     `begin`, in which a letter stands for any size. name: what the error text calls the tree."""
 
-    # Check one array of the tree, and return its dtype and shape as text. In `begin` and `sizes` the k-th entries are
-    # the size that an axis must have, or a letter, and the size that it has.
+    # Check one array of the tree, and return its dtype and shape as text. begin[k]: the size that axis k must have, or
+    # a letter. sizes[k]: the size that it has.
     def form_of(array: Any) -> str:
         if not isinstance(array, mx.array):
             fail(OP, f"{name} must be an mlx.core.array or a tree of such{instead_of(array)}", type(array).__name__)

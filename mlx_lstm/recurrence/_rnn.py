@@ -1,9 +1,11 @@
 """The plain RNN over a sequence (`rnn`) and its gradient op (`rnn_gradients`).
 
-T: time steps, B: sequences of the batch, I: input features, H: hidden units. `given` makes a dict of the arrays that
-are not None; `check_rnn` checks the option and returns the cell; `with_norm` adds the options of a `Norm` to the cell
-and its arrays to the dict; `Call` checks the arrays, chooses an engine and runs it. Its `forward` returns (outputs by
-name, the engine that ran). `without_norm` makes a gradient op refuse the argument `norm`.
+T: time steps, B: sequences of the batch, I: input features, H: hidden units. Both functions work in the same steps:
+
+- `given` makes a dict of the arrays that are not None. `check_rnn` checks the activation and returns the cell.
+- `with_norm` (only `rnn`) adds the options of a `Norm` to the cell, and its arrays to the dict. `without_norm` makes
+  the gradient op refuse the argument `norm`.
+- `Call` checks the arrays, chooses an engine and runs it. `Call.forward` returns (outputs by name, the chosen engine).
 """
 
 from typing import NamedTuple
@@ -19,8 +21,8 @@ from ._norm import Norm, with_norm, without_norm
 
 
 class RNNOutput(NamedTuple):
-    """The outputs of `rnn`: the sequences h and gates (the preactivations), both [T, B, H], and the last state hT
-    [B, H].
+    """The outputs of `rnn`: the sequences h and gates, both [T, B, H], and the last state hT [B, H]. `gates` has the
+    preactivations, or is None unless `return_gates`. T: time steps, B: batch items, H: hidden units.
 
     With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
     one.
@@ -52,7 +54,8 @@ def rnn(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> RNNOutput:
-    r"""Run a plain recurrent layer over a time-major sequence.
+    r"""Run a plain recurrent layer over a time-major sequence. Sizes: T time steps, B batch items, I input features, H
+    hidden units.
 
     It equals `torch.nn.RNN` with one layer (b = b_ih + b_hh) and `mlx.nn.RNN`.
 
@@ -115,7 +118,7 @@ def rnn_gradients(
 ) -> Arrays:
     """Return the gradients of `rnn`, computed from the outputs of a forward pass: a dict with a gradient for each array
     argument that was passed, under the argument's name and in its shape. They equal the gradients that `mx.vjp`
-    returns.
+    returns. Sizes: T time steps, B batch items, H hidden units.
 
     Args:
         x, Wx, Wh, b, h0 and all options: as in the call of `rnn`.

@@ -3,9 +3,9 @@ and join the arrays of two directions.
 
 L: layers of a stack, D: directions (1 or 2), N: sequences, G: gates, H: units. A stack stores the states of all layers
 in one array [L D, N, width]: layer by layer, in each layer the forward direction first. A call of the recurrence takes
-those of one layer, [N, D width], with both directions side by side. Two tables of `engines.directions` list names of
-arrays: ROWS those whose directions follow one another on axis 0 (such as Wx), OWN_AXIS those that have an axis of two
-directions (such as Wh). A mask is shared if both directions use it as a whole, as one of width 1.
+the states of one layer, [N, D width], with both directions side by side. ROWS: the names of the arrays of a call that
+have both directions one after the other on axis 0, such as Wx. OWN_AXIS: the names of the arrays with a first axis of
+two directions, such as Wh. A mask is shared if both directions use all of it, such as a mask of width 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str
             fail(op, f"arrays must be those of one direction: {', '.join(JOINED)}, x without Wx,", repr(name))
         check_array(op, f"{name} of forward", array, shape=None)
         check_array(op, f"{name} of reverse", ways[1][name], array.shape, array.dtype)
-    # A mask of width 1 is shared, unless h has only one unit: then this is its full width.
+    # A mask of width 1 is shared by both directions. But if h has only one unit, each direction has such a mask.
     mask, Wh = ways[0].get("mask"), ways[0].get("Wh")
     if mask is not None and is_shared(mask) and (Wh is None or Wh.shape[-1] > 1):
         fail(op, "mask must be as wide as h, so that each direction has its own,", f"shape {list(mask.shape)}")
@@ -78,7 +78,7 @@ def by_layer(states: Any, D: int) -> Any:
 
 def of_layers(states: Sequence[Any], D: int) -> Any:
     """Join a list of the states [N, D width] of each layer into one array [L D, N, width] for L layers with D
-    directions. It is the inverse of `by_layer`."""
+    directions. It is the inverse of `by_layer`. N: the number of sequences."""
     L, (N, width) = len(states), states[0].shape
     return library(states[0]).stack(states).reshape(L, N, D, width // D).swapaxes(1, 2).reshape(L * D, N, width // D)
 
@@ -100,8 +100,8 @@ def join_states(D: int, shape: Sequence[int], *states: Any) -> Any:
 
 
 def join_biases(bW: Any, bR: Any, *, gru: bool) -> dict[str, Any]:
-    """Return the bias `b` of a call: the sum of bW, the bias of the input's product, and bR, the bias of the
-    recurrent product, both [.., G H].
+    """Return the bias `b` of a call: the sum of bW, the bias of the input's product, and bR, the bias of the recurrent
+    product, both [.., G H]. G, H: gates, hidden units.
 
     A GRU also gets `bhn`, the candidate's part of bR: the reset gate multiplies it, so it is not part of the sum.
     The candidate must be the last gate.
@@ -114,5 +114,5 @@ def join_biases(bW: Any, bR: Any, *, gru: bool) -> dict[str, Any]:
 
 
 def library(array: mx.array | np.ndarray) -> Any:
-    """Return the module `mx` or `np`, whichever the array belongs to. The callers work on arrays of both."""
+    """Return the module of the array's class, `mx` or `np`, so that the callers work on arrays of both."""
     return mx if isinstance(array, mx.array) else np

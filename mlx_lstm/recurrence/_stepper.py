@@ -3,11 +3,15 @@
 A `Stepper` checks its arguments once and keeps the states. The steps themselves run in a stream: `Stream`
 (`engines.numpy.stream`) on the CPU, `MLXStream` (`engines.stream`) on all other engines.
 
-B: batch items, H: hidden units, P: the width of h, U: inputs of each step of a user's cell, K: layers. keep: a factor
-on the states before a step. A holder is a dict that holds parameters: a layer, or a dict of arrays. A `Plan` is one
-layer with the engine that was chosen; a `Problem` the description of one step; a `Launch` what an engine other than
-`numpy` needs at each step. States are in dicts {name: [state of each layer]}: h, and c, in which a cell has all its
-`carried` states besides h side by side. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+B: batch items, H: hidden units, P: the width of h, U: inputs of each step of a user's cell, K: layers. The other names
+of this module are:
+
+- keep: a factor on the states before a step. carried: the number of states of a cell besides h.
+- A holder is a dict of parameters: a layer (MLX's layers are dicts), or a dict of arrays.
+- A `Plan` is one layer with the engine that was chosen. A `Problem` describes one step: its sizes and options. A
+  `Launch` has what an engine other than `numpy` needs at each step.
+- States are in dicts {name: [state of each layer]}. The names are h, and c, which has all other states side by side.
+- `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from collections.abc import Callable, Sequence
@@ -45,12 +49,13 @@ MUST_BE_OUTSIDE = (
 
 
 class Watched(NamedTuple):
-    """An array of a layer that a stepper has read. MLX's changes in place, such as `layer.Wh *= 2`, leave the array the
-    same object, but give it other memory. So a view of the memory that was read is kept, too."""
+    """A parameter of a layer that a stepper has read, with what it needs to notice a change. A change in place, such as
+    `layer.Wh *= 2`, leaves the array the same object in MLX, but gives it other memory. So a view of the memory that
+    was read is stored, too."""
 
     holder: dict[str, Any]  # the dict that holds the array
     key: str
-    place: int  # in the list of arrays that the dict has under this key; -1 if it has the array itself
+    place: int  # the index in the list that the dict has under this key; -1 if the dict has the array itself
     array: mx.array
     view_of: Callable[[Any], np.ndarray]  # returns a NumPy view of an array's memory
     view: np.ndarray
@@ -59,8 +64,8 @@ class Watched(NamedTuple):
 class Plan(NamedTuple):
     """One layer of a stepper. problem, with_keep: the description of one step (sizes and options) without and with the
     option `keep`, a factor on the states. choice: the engine that runs both. arrays: the parameters, and an input "x"
-    of zeros. norm: if the input's product is normalised, the cell, parameters and packing from which it is computed;
-    then `arrays` has no input weights."""
+    of zeros. norm: None, or if layer normalisation acts on the product x Wx^T: the cell, the parameters and the packing
+    (the format of quantized weights) from which this product is computed. Then `arrays` has no Wx."""
 
     problem: Problem
     with_keep: Problem
@@ -70,8 +75,7 @@ class Plan(NamedTuple):
 
     @property
     def given(self) -> Arrays:
-        """Return the parameters as the layer has them, and an input "x" of zeros: `arrays`, with the input weights if
-        they are missing there."""
+        """Return all parameters of the layer, with the Wx that `arrays` may lack, and an input "x" of zeros."""
         return self.arrays if self.norm is None else self.norm[1]
 
 
@@ -115,7 +119,7 @@ class Stepper:
         is_stack: bool,
         inputs: int = 0,
     ):
-        """Prepare a stream whose states are zero. Only the layers call this.
+        """Read the parameters and prepare a stream of steps whose states are zero. Only the layers call this.
 
         op: the name in errors. read: returns the layers' cells and parameters. holders: the dicts or objects that hold
         the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: whether the states have a first
@@ -124,8 +128,8 @@ class Stepper:
         """
         self._op, self._read, self._is_stack, self._inputs = op, read, is_stack, inputs
         # `_prepare` sets: _shape (of x), _dtype (of the parameters), _carried (the number of states besides h),
-        # _is_lstm (whether the states are h and c of an LSTM), _on_numpy (whether all layers run on the engine
-        # `numpy`), _stream (which runs the steps), _watched and _count (the parameters read).
+        # _is_lstm (the states are h and c of an LSTM), _on_numpy (all layers run on the engine `numpy`), _stream (which
+        # runs the steps), _watched (the arrays read) and _count (how many parameters there were).
         self._holders = [h if isinstance(h, dict) else getattr(h, "__dict__", {}) for h in holders]
         sizes = batch if isinstance(batch, (tuple, list)) else [batch]
         self._batch = tuple([check_integer(op, "batch: each size", size, least=1) for size in sizes])
@@ -149,7 +153,8 @@ class Stepper:
     ) -> np.ndarray: ...
 
     def __call__(self, x: Any, *, keep: mx.array | np.ndarray | None = None, inputs: Sequence[Any] = ()) -> Any:
-        """Run one time step, and return the hidden state after it: the last layer's output.
+        """Run one time step, and return the hidden state after it: the last layer's output. Sizes: D features, H hidden
+        units, P the width of h; "..." stands for the batch axes.
 
         Args:
             x (array): the input of one step, of MLX or NumPy, [..., D] with the batch axes of this stepper. It is cast
@@ -168,7 +173,7 @@ class Stepper:
             ValueError: x or keep breaks a rule, or the call is inside a transformation of MLX.
         """
         is_numpy = isinstance(x, np.ndarray)
-        # The type and the shape are tested here first, because a call of `_check` takes longer.
+        # To save time, `_check` is called only for a wrong type or shape, to raise the error.
         if not (is_numpy or isinstance(x, mx.array)) or x.shape != self._shape:
             self._check(x)
         if is_transforming():
@@ -180,7 +185,7 @@ class Stepper:
         if self._inputs or not isinstance(inputs, (tuple, list)) or inputs:
             more["inputs"] = self._whole_inputs(inputs)
         if not self._on_numpy:
-            self._check(x)  # the dtype. On `numpy` only a failed cast needs this check, which takes time
+            self._check(x)  # checks the dtype; on `numpy` the cast below raises an error for a wrong dtype
             h = self._stream(x, **more)
             return as_numpy(h) if is_numpy else h
         try:
@@ -194,7 +199,7 @@ class Stepper:
         return h.copy() if is_numpy else mx.array(np.ascontiguousarray(h), self._dtype)
 
     def state(self, as_numpy: bool = False) -> Any:
-        """Return a copy of the current states, as `set_state` takes them.
+        """Return a copy of the current states, as `set_state` takes them. H: hidden units; "...": the batch axes.
 
         Args:
             as_numpy (bool): return NumPy arrays instead of MLX arrays. Default: `False`.
@@ -207,17 +212,18 @@ class Stepper:
         states: list[Any] = []
         for name, layers in self._states().items():
             whole = np.stack(layers) if self._is_stack else layers[0]
-            # c has several states side by side; an LSTM has one.
+            # The array c has all states except h side by side: one state of an LSTM, several of a user's cell.
             states += np.split(whole, self._carried, axis=-1) if name == "c" else [whole]
         states = states if as_numpy else [mx.array(np.ascontiguousarray(state), self._dtype) for state in states]
         return tuple(states) if len(states) > 1 else states[0]
 
     def set_state(self, state: Any) -> None:
-        """Set the states of all layers.
+        """Set the states of all layers. H: hidden units; "...": the batch axes.
 
         Args:
-            state (array or tuple): (hidden, cell) for an LSTM, else hidden, in arrays of MLX or NumPy. For a single
-            layer each has the shape [..., H]; for a stack of K layers [K, ..., H].
+            state (array or tuple): (hidden, cell) for an LSTM, all states for a layer `Pointwise` with several, else
+                hidden, in arrays of MLX or NumPy. For a single layer each has the shape [..., H]; for a stack of K
+                layers [K, ..., H].
 
         Raises:
             ValueError: the states have the wrong number or shape.
@@ -233,7 +239,7 @@ class Stepper:
         whole: list[np.ndarray] = []
         for n, (word, value) in enumerate(zip(words, given, strict=True)):
             array = self._real(word, value)
-            # own: the shape of this state of one layer; that of c is for all states besides h together.
+            # own: the shape of this state in one layer. current["c"] has all states except h, count - 1 of them.
             own = layers[0].shape if n == 0 else (*current["c"][0].shape[:-1], current["c"][0].shape[-1] // (count - 1))
             shape = (len(layers), *own) if self._is_stack else own
             if array.shape != shape:
@@ -253,8 +259,8 @@ class Stepper:
     def _prepare(self) -> None:
         """Read and check the parameters, choose an engine, and make a stream whose states are zero. A stream is the
         object of an engine that runs the steps."""
-        # With these `_has_changed` finds out whether a parameter has changed since: each array with a view of its
-        # memory, and the number of entries.
+        # For `_has_changed`, which finds out whether a parameter has changed: each array with a view of its memory, and
+        # the number of parameters.
         self._watched = watched(self._holders)
         self._count = count_of(self._holders)
         layers = self._read()  # of each layer: the cell, the parameters, and the engine that the user forces
@@ -311,7 +317,7 @@ class Stepper:
         if not isinstance(x, (mx.array, np.ndarray)):
             fail(self._op, f"x must be an mlx.core.array or a NumPy array{instead_of(x, 'x')}", type(x).__name__)
         if x.shape != self._shape:
-            # is_frame: whether x would be the input of a stepper with another batch.
+            # is_frame: x has the right features, and would fit a stepper with another batch size.
             is_frame = x.ndim in (1, 2) and x.shape[-1] == self._shape[-1]
             batch = x.shape[0] if x.ndim == 2 else ()
             advice = f" (stepper(batch={batch}) takes {list(x.shape)})" if is_frame else ""
@@ -330,14 +336,16 @@ class Stepper:
         return as_numpy(value) if isinstance(value, mx.array) else value
 
     def _factors(self, keep: Any) -> np.ndarray:
-        """Check the option `keep` (a factor on the states). Return it as an array [B], with all batch axes in one."""
+        """Check the option `keep` (a factor on the states). Return it as an array [B], with all batch axes in one. B:
+        the number of batch items."""
         array = self._real("keep", keep)
         if not broadcasts(array.shape, self._batch):
             fail(self._op, f"keep must broadcast to {list(self._batch)}", f"shape {list(array.shape)}")
         return np.broadcast_to(array, self._batch).reshape(-1)
 
     def _whole_inputs(self, inputs: Any) -> np.ndarray:
-        """Check the cell's inputs of this step. Return them side by side, [B, U H] for U inputs of H units."""
+        """Check the cell's inputs of this step. Return them side by side, [B, U H] for U inputs of H units. B: the
+        number of batch items."""
         if not isinstance(inputs, (tuple, list)) or len(inputs) != self._inputs:
             what = len(inputs) if isinstance(inputs, (tuple, list)) else type(inputs).__name__
             fail(self._op, f"inputs must be a tuple or list of {self._inputs} arrays", what)
@@ -366,15 +374,15 @@ def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:
             for place, one in several:
                 if isinstance(one, mx.array):
                     view_of = view_of_bfloat16 if one.dtype == mx.bfloat16 else np.asarray
-                    # View another array with the same memory. If there were only a view of `one` itself, MLX would
-                    # write into the same memory, and the change would not show.
+                    # mx.stop_gradient returns another array with the same memory. View this other array: with only a
+                    # view of `one` itself, MLX would write into the same memory, and nobody would notice the change.
                     found.append(Watched(holder, key, place, one, view_of, view_of(mx.stop_gradient(one))))
     return found
 
 
 def count_of(holders: Sequence[dict[str, Any]]) -> int:
-    """Return the number of entries of all dicts, and of the list `params` of a layer `Pointwise`. It changes if a
-    parameter is added or removed."""
+    """Return the number of entries of all dicts, plus those of the list `params` of a layer `Pointwise`. The number
+    changes if a parameter is added or removed."""
     return sum([len(holder) + len(holder.get("params", ())) for holder in holders])
 
 
@@ -391,7 +399,7 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
     """Check the parameters of one layer, which have one dtype, and choose the engine for steps of B batch items. cell:
     the layer's cell; an `OwnCell` is traced here. engine: the engine that the user forces, or None. inputs: the number
     of inputs of each step that a cell of the user's own reads."""
-    # shape: also of a `Quantized` weight it is that of the float matrix. P: the width of h.
+    # `.shape` is that of the float matrix, also for a `Quantized` weight. P: the width of h.
     Wx, dtype = parameters["Wx"], common_dtype(parameters.values())
     H = Wx.shape[0] // cell.gates
     P = parameters["Wh"].shape[-1] if "Wh" in parameters else H
@@ -401,19 +409,20 @@ def plan(op: str, cell: Cell | OwnCell, parameters: dict[str, Any], engine: str 
         arrays["c0"] = mx.zeros((B, traced.carried * H), dtype)
     if inputs:
         arrays["inputs"] = mx.zeros((1, B, inputs * H), dtype)
-    # False, {}: one direction, and no options to check.
+    # False: one direction. {}: no flags to check.
     arrays, packing, sizes = check_call(op, arrays, traced, False, {}, one_step=True)
-    # inner: the arrays after the part of layer normalisation that is computed before the steps, if there is one.
+    # `with_norm` computes the part of layer normalisation that comes before the steps, if there is one. call, inner,
+    # inner_packing: what is left for the engine.
     call, inner, inner_packing = Call(traced, engine=engine, one_step=True).with_norm(arrays, packing)
-    # Plan a step without `keep` and one with it, of which only the name and the shape matter here.
+    # Plan a step without `keep` and a step with it. Only the name and the shape of `keep` matter here.
     names = inner | {"keep": mx.ones((1, B, 1), dtype)}
     wanted = Wanted(return_gates=False, training=False, wants_last=True)
     # An error names `op`, the layer or function that the user called, instead of the cell's function such as "lstm".
     with in_the_name_of(op, cell.op):
         problem, chosen = call.plan(inner, [], sizes, inner_packing, wanted)
         with_keep, _ = call.plan(names, [], sizes, inner_packing, wanted)
-    # The states were needed for the checks only; the stream has its own. is_before: whether the input's product is
-    # normalised, which `numpy` does itself and other engines leave to the stream.
+    # Remove the states: only the checks needed them, and the stream has its own. is_before: the product x Wx^T is
+    # normalised before the step. The engine `numpy` does this itself; for other engines the stream does it.
     arrays, inner = ({name: each[name] for name in each if name not in ("h0", "c0")} for each in (arrays, inner))
     is_before = traced.norm is not None and traced.norm.of == "products"
     return Plan(problem, with_keep, chosen, inner, (traced, arrays, packing) if is_before else None)
@@ -423,8 +432,8 @@ def numpy_views(plan: Plan) -> Views:
     """Return a layer's parameters as the engine `numpy` reads them: float32 or float64 arrays of NumPy, in memory
     that MLX does not overwrite."""
     packing = plan.problem.packing if plan.norm is None else plan.norm[2]  # norm: (cell, parameters, packing)
-    arrays = dequantized(packing, for_engine("numpy", plan.given))  # for_engine: in the dtypes that the engine reads
-    # stop_gradient makes another array with the same memory. While the engine holds it, MLX does not write there.
+    arrays = dequantized(packing, for_engine("numpy", plan.given))  # for_engine: cast to dtypes that the engine reads
+    # mx.stop_gradient returns another array with the same memory. While it exists, MLX does not write into this memory.
     return views({name: mx.stop_gradient(array) for name, array in arrays.items()})
 
 

@@ -4,11 +4,14 @@ No engine implements `hold`. `Steps` gathers the steps of a batch item that are 
 of time. The engine runs them as a shorter item, and `Steps` scatters the outputs back. Engines implement `keep` as
 an array [T, B, D], one factor per direction, which is 1 where an item has ended.
 
-T: time steps, B: batch items, D: directions; d is the number of one. Arrays are in dicts by the names of arguments (x,
-h0, mask, ...) and outputs (h, c, gates). An item is alive at a step before its end, and live if the step is not held,
-either: only then an engine runs it. A time index is the position of a step in a sequence. In processing order the first
-element belongs to the step that runs first: time index T-1 of a reversed direction. op: the function that error texts
-begin with; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+T: time steps, B: batch items, D: directions, d: the index of one direction. The other names of this module are:
+
+- arrays: a dict by the names of arguments (x, h0, mask, ...) or outputs (h, c, gates).
+- alive: at this step the batch item has not ended. live: the item has not ended and the step is not held; only live
+  steps run on an engine.
+- A time index is the position of a step in a sequence. In processing order the first element belongs to the step that
+  runs first, which has time index T-1 in a reversed direction.
+- op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +26,9 @@ from ..ground.checks import ArraySpec, fail, instead_of
 
 
 def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bool) -> None:
-    """Check that `keep` has the axes [T, B] or [T, B, D] (D: directions), each with its full size or the size 1, and
-    that its dtype is real. batch_first: the axes are [B, T] or [B, T, D]."""
+    """Check that `keep`, a factor on the states, has the axes [T, B] or [T, B, D] (D: directions), each with its full
+    size or the size 1, and that its dtype is real. batch_first: the axes are [B, T] or [B, T, D]. T, B: steps, batch
+    items."""
     axes, sizes = ("[B, T", (B, T)) if batch_first else ("[T, B", (T, B))
     if not broadcasts(keep.shape, sizes) and not broadcasts(keep.shape, (*sizes, D)):
         # The text mentions [T, B, 2] only for two directions.
@@ -40,9 +44,9 @@ def check_keep_dtype(op: str, keep: ArraySpec | mx.array) -> None:
 
 
 def check_flags(op: str, name: str, array: mx.array) -> mx.array:
-    """Check that an array of integers holds only 0 and 1. (A usual mistake is `~done` with integers, whose values
-    are -1 and -2.) Return such an array as bool, so that it is not checked again, and any other array unchanged. The
-    numbers cannot be checked inside of `mx.compile`, `mx.vmap` or an export."""
+    """Check that an array of integers has only the values 0 and 1. (A usual mistake is `~done` with integers, which has
+    the values -1 and -2.) Return it as bool, so that it is not checked again. Return an array of bool or floats
+    unchanged, and also an array without values (inside `mx.compile`, `mx.vmap` or an export)."""
     if not mx.issubdtype(array.dtype, mx.integer) or not have_values([array]):
         return array
     if mx.any((array < 0) | (array > 1)).item():
@@ -51,8 +55,8 @@ def check_flags(op: str, name: str, array: mx.array) -> mx.array:
 
 
 def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.array:
-    """Check the type, dtype and shape of `hold`, which is [T, B], or [B, T] with `batch_first`. Return it as bool [T,
-    B]."""
+    """Check the type, dtype and shape of `hold` (steps that leave the state unchanged), which broadcasts to [T, B], or
+    to [B, T] with `batch_first`. Return it as bool [T, B]. T, B: steps, batch items."""
     array = hold_array(op, hold)
     axes, sizes = ("[B, T]", (B, T)) if batch_first else ("[T, B]", (T, B))
     if not broadcasts(array.shape, sizes):
@@ -70,7 +74,9 @@ def hold_array(op: str, hold: Any) -> mx.array:
         array = hold
     else:
         try:
-            array = mx.array(np.asarray(hold))
+            # MLX takes no reversed axis and no foreign byte order.
+            copy = np.array(hold, order="C")
+            array = mx.array(copy.astype(copy.dtype.newbyteorder("="), copy=False))
         except (ValueError, RuntimeError):  # rows of different lengths, text or objects
             fail(op, "hold must be bool or integers, in rows of equal length,", hold)
     if array.dtype != mx.bool_ and not mx.issubdtype(array.dtype, mx.integer):
@@ -79,9 +85,9 @@ def hold_array(op: str, hold: Any) -> mx.array:
 
 
 def whole_steps(op: str, keep: Any, hold: Any, shape: tuple[int, ...], axes: str) -> dict[str, mx.array]:
-    """Check the options `keep` and `hold` of a layer. Return a dict with those that are not None, broadcast to
-    `shape`: the shape of x without the features. axes: the names of these axes, for error texts.
-    """
+    """Check a layer's options `keep` (a factor on the state) and `hold` (steps that leave the state unchanged). Return
+    a dict of the options that are not None, broadcast to `shape`: the shape of x without the features. axes: the names
+    of these axes in error texts, such as "[T, B]"."""
     if keep is hold is None:
         return {}
     options = {} if hold is None else {"hold": hold_array(op, hold)}
@@ -106,8 +112,8 @@ class Steps(NamedTuple):
     """The steps of a call with the option `keep` or `hold`.
 
     T, B: the number of time steps and the batch size. backwards: for each direction, whether it runs in reverse.
-    batch_first: sequences are [B, T, .]. lengths: [B], or None. hold: bool [T, B], true at steps that leave the
-    state unchanged, or None.
+    batch_first: sequences are [B, T, .]. lengths [B]: the number of steps of each batch item, or None. hold: bool [T,
+    B], true at steps that leave the state unchanged, or None.
     """
 
     T: int
@@ -118,24 +124,26 @@ class Steps(NamedTuple):
     hold: mx.array | None
 
     def alive(self) -> Array:
-        """Return a bool array [T, B] that is true where the sequence of a batch item has not yet ended."""
+        """Return a bool array [T, B] that is true where the sequence of a batch item has not yet ended. T, B: steps,
+        batch items."""
         times = mx.broadcast_to(mx.arange(self.T)[:, None], (self.T, self.B))
         return times < (self.T if self.lengths is None else self.lengths)
 
     def live(self) -> Array:
-        """Return a bool array [T, B] that is true where a step runs: the option `hold` does not skip the step, and
-        the sequence has not ended."""
+        """Return a bool array [T, B] that is true where a step runs: the option `hold` does not skip the step, and the
+        sequence has not ended. T, B: steps, batch items."""
         # This is not `a & b`, because mx.vmap in MLX 0.32.4 loses the mapped axis if only b is mapped.
         return self.alive() if self.hold is None else mx.where(self.hold, False, self.alive())
 
     def engine_lengths(self) -> mx.array | None:
-        """Return the number of steps [B] that an engine runs for each batch item, or None if it runs all steps."""
+        """Return the number of steps [B] that an engine runs for each batch item, or None if it runs all steps. B:
+        batch items."""
         return self.lengths if self.hold is None else self.live().astype(mx.int32).sum(axis=0)
 
     def to_engine(self, arrays: Arrays) -> Arrays:
-        """Convert the arrays of a call for an engine. Broadcast `keep` (factors on the states) to [T, B, D], D being
-        the number of directions. With the option `hold` (steps that leave the state unchanged) the engine must skip
-        the held steps: move the steps that run to the front of each sequence."""
+        """Return the arrays of a call as an engine takes them. `keep` (factors on the states) is broadcast to [T, B,
+        D], with D directions. With the option `hold` (steps that leave the state unchanged) the steps that run are
+        moved to the front of each sequence, so that the engine skips the held steps. T, B: steps, batch items."""
         inner = dict(arrays)
         if "keep" in arrays:
             inner["keep"] = self.whole_keep(arrays)
@@ -143,12 +151,12 @@ class Steps(NamedTuple):
             return inner
         live, (order, ran) = self.live(), self.compact()
         inner["x"] = self.taken(arrays["x"], order, self.batch_first)
-        if "inputs" in arrays:  # of a user's cell, with the time first
+        if "inputs" in arrays:  # what a user's cell reads at each step, [T, B, .]
             inner["inputs"] = self.taken(arrays["inputs"], order)
         if "keep" in arrays:
             # The engine does not run held steps, but their factors `keep` still act on the state. So multiply the
-            # factor of each running step by the factors of the held steps just before it (which=0). Behind the running
-            # steps the factor is 1.
+            # factor of each running step by the factors of the held steps just before it (which=0). After the last
+            # running step, where `ran` is False, the factor is 1.
             inner["keep"] = mx.where(ran, self.taken(self.each_direction(inner["keep"], live, which=0), order), 1)
         if masks_differ(arrays):  # the mask has a time axis
             mask = arrays["mask"]
@@ -156,16 +164,16 @@ class Steps(NamedTuple):
         return inner
 
     def compact(self) -> tuple[Array, Array]:
-        """Return (order, ran). order [T, B]: for each item the time indices 0..T-1, the running steps first, then
-        the others. ran [T, B, 1]: true where `order` has a running step."""
+        """Return (order, ran). order [T, B]: for each item the time indices 0..T-1, the running steps first, then the
+        others. ran [T, B, 1]: true where `order` has a running step. T, B: steps, batch items."""
         times, live = mx.arange(self.T)[:, None], self.live()
-        # To sort the steps that do not run behind all others, their time index counts T more.
+        # Add T to the time indices of the steps that do not run: so they are sorted after all running steps.
         order = mx.argsort(mx.where(live, times, times + self.T), axis=0)
         return order, (times < live.astype(mx.int32).sum(axis=0))[..., None]  # the sum: how many steps of an item run
 
     def saved(self, saved: Arrays) -> Arrays:
-        """Convert the outputs that the forward pass saved to the order of steps in which the engine computed them. With
-        the option `hold` (steps that leave the state unchanged) an engine computes only the other steps. So these are
+        """Return the saved outputs of the forward pass with their steps in the engine's order. With the option `hold`
+        (steps that leave the state unchanged) the engine computed only the steps that are not held. So these steps are
         moved to the front of each sequence, and zeros fill the rest."""
         if self.hold is None:
             return saved
@@ -173,8 +181,8 @@ class Steps(NamedTuple):
         return {name: mx.where(ran, self.taken(array, order), 0) for name, array in saved.items()}
 
     def outputs(self, inner: dict[str, Any], arrays: Arrays, wants_last: bool) -> dict[str, Any]:
-        """Return the outputs of the call, computed from `inner`, the engine's outputs (h, c, gates), and the call's
-        arrays. wants_last: whether the caller wants hT and cT."""
+        """Return the outputs of the call from `inner`, the outputs of the engine (h, c, gates), which with `hold` ran
+        only the steps that are not held. arrays: the arguments of the call. wants_last: the caller wants hT and cT."""
         if self.hold is None:
             return inner
         live = self.live()
@@ -186,7 +194,7 @@ class Steps(NamedTuple):
             if name not in inner:
                 continue
             whole = self.swapped(inner[name])  # [T, B, .]
-            parts = []  # the states of each direction at all time indices; `part` takes those of direction d
+            parts = []  # the states of each direction at all time indices
             for d, back in enumerate(self.backwards):
                 first = arrays.get(f"{name}0")  # h0 or c0
                 first = mx.zeros((self.B, whole.shape[-1]), whole.dtype) if first is None else first
@@ -197,36 +205,40 @@ class Steps(NamedTuple):
                 last = [part[0 if back else -1] for part, back in zip(parts, self.backwards, strict=True)]
                 outputs[f"{name}T"] = mx.concatenate(last, axis=-1)
             whole = mx.concatenate(parts, axis=-1)
-            if self.lengths is not None:  # 0 after the end of an item; the first two arguments mean "each step itself"
+            # Set the steps after the end of an item to 0. mx.arange: all other steps stay at their time index.
+            if self.lengths is not None:
                 whole = self.or_zero(whole, mx.arange(self.T)[:, None], self.alive())
             outputs[name] = self.swapped(whole)
         if "gates" in inner:  # [T, B, .]: no call with `batch_first` returns gates
-            # The n-th step that ran is in the engine's output at index n - 1. A step that did not run has gates 0.
+            # The engine's output has the n-th step that ran (n from 1) at index n - 1. Gates of other steps are 0.
             outputs["gates"] = None if inner["gates"] is None else self.or_zero(inner["gates"], ran - 1, live)
         return outputs
 
     def or_zero(self, sequence: Array, times: Array, selected: Array) -> Array:
-        """Return a sequence gathered at the time indices `times` [T, B], and 0 where `selected` [T, B] is false.
+        """Return a sequence gathered at the time indices `times` [T, B], and 0 where `selected` [T, B] is false. T, B:
+        steps, batch items.
 
         It gathers from an appended row of zeros instead of using mx.where, whose gradient multiplies by 0 and so
         lets NaN through.
         """
-        rows = mx.concatenate([sequence, mx.zeros((1, *sequence.shape[1:]), sequence.dtype)])  # the zeros are step T
+        rows = mx.concatenate([sequence, mx.zeros((1, *sequence.shape[1:]), sequence.dtype)])  # zeros at time index T
         return self.taken(rows, mx.where(selected, times, self.T))
 
     def carried(self, states: Array, first: Array, live: Array, ran: Array, back: bool) -> Array:
         """Return [T, B, .]: for each time index the latest state of one direction; a held step has the state of the
-        step before it.
+        step before it. T, B: steps, batch items.
 
         states: the engine's states [T, B, .]; on the time axis the steps that ran come first. first: the first state.
         live [T, B]: whether a step runs. ran [T, B]: how many steps have run up to each time index. back: whether the
         direction runs in reverse.
         """
-        if not back:  # with the first state at index 0, the latest state is at the number of steps that ran so far
+        # Forwards: put the first state at index 0. Then the state after n running steps is at index n, and `ran` has
+        # this n for each time index.
+        if not back:
             return self.taken(mx.concatenate([first, states]), ran)
         # In reverse a held step has the state of the next step in time that runs. `states` contains only steps that
-        # ran, sorted by time. So the index of that step in `states` is the number of running steps at earlier times,
-        # `before`. If no later step runs, the result is the state before all steps, which is appended at index T.
+        # ran, sorted by time. So the index of the next running step in `states` is the number of running steps at
+        # earlier times, `before`. If no later step runs, the latest state is the first state, appended at index T.
         before = ran - live.astype(mx.int32)
         return self.taken(mx.concatenate([states, first]), mx.where(before == ran[-1], self.T, before))
 
@@ -236,32 +248,32 @@ class Steps(NamedTuple):
 
     def swapped(self, sequence: Array) -> Array:
         """Return a sequence with its first two axes swapped if `batch_first`: from the call's [B, T, .] to [T, B, .] or
-        back."""
+        back. T, B: steps, batch items."""
         return mx.swapaxes(sequence, 0, 1) if self.batch_first else sequence
 
     def whole_keep(self, arrays: Arrays) -> Array:
-        """Return `keep` as [T, B, D], with 1 where an item has ended."""
+        """Return `keep` as [T, B, D], with 1 where an item has ended. T, B, D: steps, batch items, directions."""
         keep = arrays["keep"].astype(arrays["x"].dtype)
         keep = keep[..., None] if keep.ndim == 2 else keep
         keep = mx.broadcast_to(self.swapped(keep), (self.T, self.B, len(self.backwards)))
         return keep if self.lengths is None else mx.where(self.alive()[..., None], keep, 1)
 
     def each_direction(self, keep: Array, live: Array, which: int) -> Array:
-        """Return the factors on the states of D directions, [T, B, D]: before each step (which = 0) or after each
-        step (which = 1). keep [T, B, D]: the option `keep`. live [T, B]: whether a step runs. A step that does not
-        run still multiplies the state by keep; `factors` explains how."""
+        """Return the factors on the states of D directions, [T, B, D]: before each step (which = 0) or after each step
+        (which = 1). keep [T, B, D]: the option `keep`. live [T, B]: whether a step runs. A step that does not run still
+        multiplies the state by keep; `factors` explains how. T, B: steps, batch items."""
         each = []
         for d, back in enumerate(self.backwards):
-            # `factors` takes and returns steps in processing order, so a reversed direction is flipped, twice. It
-            # returns (factors before, factors after).
+            # `factors` takes and returns steps in processing order, so a reversed direction is flipped before and after
+            # the call. It returns (the factors before each step, the factors after each step).
             turn = slice(None, None, -1 if back else 1)
             each.append(factors(keep[turn, :, d], live[turn])[which][turn])
         return mx.stack(each, axis=-1)
 
     def taken(self, sequence: Array, times: Array, batch_first: bool = False) -> Array:
         """Gather the steps of a sequence [T, B, .]. For each batch item `times` [T, B] has the time indices of the
-        steps to take. batch_first: the sequence and the result are [B, T, .]."""
-        # rows: the positions in the sequence with its first two axes joined.
+        steps to take. batch_first: the sequence and the result are [B, T, .]. T, B: steps, batch items."""
+        # rows: the positions of these steps after the first two axes of the sequence are joined.
         items = mx.arange(self.B)
         rows = times.T + sequence.shape[1] * items[:, None] if batch_first else times * self.B + items
         return mx.take(sequence.reshape(-1, sequence.shape[-1]), rows, axis=0)
@@ -270,27 +282,27 @@ class Steps(NamedTuple):
 def factors(keep: Array, live: Array) -> tuple[Array, Array]:
     """Return two arrays [T, B]: the factor on the state before each step, and the factor after it. Steps are in
     processing order. keep [T, B]: the user's factor on the state before each step. live [T, B]: False at held steps,
-    which leave the state unchanged except for this factor.
+    which leave the state unchanged except for this factor. T, B: steps, batch items.
 
     An engine skips held steps, so their factors must be applied elsewhere. The factor before a step is the product
-    of keep over this step and all held steps just before it. After a held step, the state is the one after the last
-    step that ran, times the product of keep since then: this product is the factor after the step. After other steps
-    it is 1.
+    of keep over this step and all held steps just before it. The state after a held step is the state after the last
+    step that ran, times the product of keep over the held steps since then: this product is the factor after the held
+    step. After a step that ran the factor is 1.
     """
-    # A parallel scan over time. At step t `product` is the product of keep over the last `distance` steps up to t, but
-    # only over those after the last step that ran. `closed` is true where one of these `distance` steps ran: there the
-    # product is complete. At the start only step t itself is looked at. Each round doubles `distance`.
+    # This is a parallel scan over time. product [T, B]: at step t the product of keep over the last `distance` steps up
+    # to t, without the steps before and including the last one that ran. closed [T, B]: one of these `distance` steps
+    # ran, so the product is complete. At first `distance` is 1, step t alone. Each round doubles `distance`.
     product, closed, distance = mx.where(live, 1, keep), live, 1
     while distance < len(keep):
         product = mx.where(closed, product, product * shifted(product, distance, first=1))
         closed = closed | shifted(closed, distance, first=1)
         distance *= 2
-    # Before a step: its own factor, times the product after the step before it; the first step has none before it.
-    # After a step: `product`, which is 1 after a step that ran.
+    # The factor before step t is keep at t times the product at t - 1, or 1 for the first step. The factor after step t
+    # is the product at t.
     return keep * shifted(product, steps=1, first=1), product
 
 
 def shifted(array: Array, steps: int, first: int) -> Array:
-    """Return the array [T, B] moved to later time steps: step t has the value of step t - `steps`. The first steps
-    get the number `first`."""
+    """Return the array [T, B] moved to later time steps: step t has the value of step t - `steps`. The first steps get
+    the number `first`. T, B: steps, batch items."""
     return mx.concatenate([mx.full((steps, array.shape[1]), first, array.dtype), array[:-steps]])

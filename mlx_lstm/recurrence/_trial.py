@@ -2,8 +2,9 @@
 quickly.
 
 A `Problem` describes a call without its arrays: T steps, B batch items, H units, P the width of h, the cell, options.
-Metal binds arrays of fewer than SMALL = 8 elements in another address space, which makes a different kernel. A trial
-has a batch size of BATCHES, and fixed numbers in place of those that kernels read at run time, such as EPS.
+Three things must be as in the call, because they decide which kernel runs: the tiles of the products, the width of
+indices, and whether an array has fewer than SMALL elements. Numbers that kernels read at run time, such as the limit of
+a clip, do not matter. So a trial replaces them by fixed numbers.
 """
 
 import json
@@ -25,7 +26,8 @@ from ..oracle.arithmetic import ACTIVATIONS, Rounding
 STEPS = 3
 JOINING_STEPS, JOINING_LEFT = 10, 9
 """The number of steps of a trial: STEPS, or JOINING_STEPS for kernels that join the output arrays of several steps into
-one. Then JOINING_LEFT is the limit on separate arrays. With these values one launch joins as many arrays as it can."""
+one array. In such a trial JOINING_LEFT is the limit on separate arrays, so that one launch joins as many arrays as it
+can."""
 
 SMALL = 8
 """Metal binds arrays with fewer elements than this in another address space, which makes a different kernel."""
@@ -39,7 +41,8 @@ USUAL = ("h",)
 loss."""
 
 STEER = 0.6
-"""The size of the preactivations in trials of clips that stop gradients. Random terms are added to it."""
+"""The absolute value of the preactivations in trials of clips that stop gradients, before small random terms are added.
+"""
 
 EPS = 1e-3
 """The number that is added to each variance in trials of layer normalisation."""
@@ -52,8 +55,8 @@ CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
 class Trial(NamedTuple):
     """A test run of an engine's kernels: the engine and a small problem (sizes and options) that runs the same
-    kernels as a large call. An engine runs other kernels for sizes above certain limits (`Limits`). If the call is
-    above such a limit, the limit of the small problem is lowered, so that its size is above the limit, too."""
+    kernels as a user's call. An engine runs other kernels for sizes above certain limits (`Limits`). If the call is
+    above such a limit, the small problem has a lower limit, so that its size is above the limit, too."""
 
     engine: str
     problem: Problem
@@ -63,7 +66,7 @@ class Trial(NamedTuple):
         request per line."""
         problem = self.problem
         cell = problem.cell
-        # A built-in cell is a tuple of its options; a user's cell is told by its graph.
+        # A built-in cell is a tuple of its options. A user's cell is written as its graph of operations.
         options = [cell.graph.to_json(), cell.recurrent, cell.norm] if isinstance(cell, PointwiseCell) else cell
         fields = problem._asdict() | {"dtype": dtype_word(problem), "cell": [cell.op, *options]}
         return json.dumps({"engine": self.engine, "problem": fields})
@@ -95,40 +98,43 @@ def dtype_word(problem: Problem) -> str:
 def trial_of(engine: str, problem: Problem) -> Trial:
     """Return the smallest trial that runs the same kernels as this engine for this problem.
 
-    Where other kernels run above a limit (`Limits`), the trial's limit is so low that its small size is above it, too:
-    limits.index, the elements of an array above which indices have 64 bits; launch_steps, the most steps in one launch
-    of `fused`; rows_left, the most arrays of steps that `stepwise` does not join; cores, those of the GPU, 0 for this
-    machine's. A `Cut` sets the batch items (rows) of a threadgroup of `fused` and the registers that stay free (spare).
+    An engine runs other kernels above certain limits (`Limits`). If the call is above such a limit, the trial gets a
+    limit so low that its small size is above it, too. The limits are: index, the elements of an array above which
+    indices have 64 bits; launch_steps, the most steps in one launch of `fused`; rows_left, the most arrays of steps
+    that `stepwise` leaves separate; cores, the number of GPU cores, 0 for this machine's. A `Cut` sets how many batch
+    items (rows) a threadgroup of `fused` computes, and how many registers stay free (spare).
     """
     if problem.chunks is not None:
-        # The call runs in chunks of the sequence, so the trial runs two small chunks. `one` is the smallest problem
-        # that tests a single chunk. If the gradient does not compute chunks again, only sequences longer than the limit
-        # `unchunked` are divided into chunks. The trial's sequence is short, so its limit is 0.
+        # The call runs in chunks of the sequence, so the trial runs two small chunks. one: the smallest problem that
+        # tests a single chunk. If the gradient recomputes the chunks, a sequence of any length is divided into chunks.
+        # Otherwise only a sequence longer than the limit `unchunked` is divided; the trial's is short, so its limit is
+        # 0.
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
     # keep_size: the number of elements of the array `keep` in the call; if it is below SMALL, the trial's must be, too.
-    # joins: whether launches join the arrays of several steps.
+    # joins: launches join the arrays of several steps.
     joins, limits, keep_size = False, problem.limits, problem.T * problem.B * problem.directions
-    if engine == "fused" and fused.runs_apart(problem):  # each direction in launches of its own
+    if engine == "fused" and fused.runs_apart(problem):  # each direction runs in separate launches: test one direction
         problem, keep_size = problem._replace(bidirectional=False), problem.T * problem.B
     if engine == "fused":
         wide = index_of(problem) == mx.uint64
-        if len(fused.division(problem, problem.masks_differ)) > 1:  # several launches
+        if len(fused.division(problem, problem.masks_differ)) > 1:  # the call has several launches, so the trial, too
             limits = limits._replace(launch_steps=2)
         rows = rows_of(problem)
-        # B: more than `rows`, so that there are several threadgroups. The cut fixes the rows, so the trial does not say
-        # on which number of cores they depended.
+        # B: more than `rows`, so that there are several threadgroups. `rows` depends on the number of GPU cores; the
+        # cut stores it, so the trial needs no number of cores.
         B, H, P = next((B for B in batches(problem) if rows < B), problem.B), problem.H, problem.P
         problem, limits = (
             problem._replace(cut=Cut(rows, problem.cut.spare if problem.cut else 0)),
             limits._replace(cores=0),
         )
         if isinstance(problem.cell, PointwiseCell):
-            # The float64 reference computes one direction of such a cell. Its kernels read the number of directions.
+            # The float64 reference computes only one direction of such a cell. The kernels are the same, because they
+            # read the number of directions at run time.
             problem = problem._replace(bidirectional=False, reverse=False)
     else:
-        # With a projection there are two kinds of arrays, and each may have half of them.
+        # left: how many steps may have separate arrays. With a projection each step has two arrays, so it is half.
         wide, left = index_bits(problem) == 64, limits.rows_left // 2 if "Wp" in problem.names else limits.rows_left
         if joins := left < problem.T:
             limits = limits._replace(rows_left=JOINING_LEFT)
@@ -137,7 +143,7 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         problem = in_one_direction(problem)
     if wide:
         limits = limits._replace(index=0)
-    small = problem.B * min(problem.H, problem.P) < SMALL  # whether the arrays of one step are that small
+    small = problem.B * min(problem.H, problem.P) < SMALL  # an array of one step has fewer than SMALL elements
     T = JOINING_STEPS if joins else min(problem.T, SMALL) if small else STEPS
     if "keep" in problem.names:
         T = as_small(keep_size, B * problem.directions, T)
@@ -146,27 +152,29 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 
 
 def without_matrices(engine: str, problem: Problem) -> Problem | None:
-    """Return the problem such that this engine computes it without 8 x 8 matrices, which some virtual GPUs lack. Return
-    None if its kernels multiply none. A threadgroup multiplies them if it computes 8 batch items (rows) or more.
-    `stepwise` has two products: the gates of a step (`forward_tile`), and all others (`tile_of`)."""
+    """Return the problem changed such that this engine's kernels multiply no 8 x 8 matrices, which some virtual GPUs
+    cannot do. Return None if the kernels multiply none already. A threadgroup multiplies them if it computes 8 batch
+    items (rows) or more. `stepwise` has two tiles: one for the gates of a step (`forward_tile`), and one for all other
+    products (`tile_of`)."""
     if engine == "stepwise":
         found = max(forward_tile(problem)[0], tile_of(problem, problem.H)[0]) >= 8  # [0]: the rows of a tile
     else:
-        as_read = fused.readable(problem, problem.names, problem.dtype)  # no packing if kernels get float weights
+        # as_read: the problem as the kernels get it, without a packing if they get dequantized weights.
+        as_read = fused.readable(problem, problem.names, problem.dtype)
         found = fused.tiling_of("forward", as_read, as_read.dtype).matrices
     spare = problem.cut.spare if problem.cut else 0  # registers that stay free
-    # 4: the most rows of a threadgroup without such matrices.
+    # 4: the largest number of rows of a threadgroup that multiplies no 8 x 8 matrices.
     return problem._replace(cut=Cut(rows=4, spare=spare)) if found else None
 
 
 def following(engine: str, problem: Problem) -> list[Trial]:
-    """Return trials for calls that will probably follow a call of this problem: after training evaluation, after a
-    single step without first states a single step with them. These trials share kernels with this call's own trial, so
-    testing all in one request takes less time."""
+    """Return trials for the calls that will probably follow a call of this problem. After a training call this is an
+    evaluation; after a single step without first states it is a single step with them. These trials share kernels with
+    the trial of the call itself, so testing all in one request takes less time."""
     if problem.cotangents is not None:
         return []
     if problem.training and not problem.plain:
-        # Evaluation does not divide a sequence only to compute its chunks again for the gradient.
+        # Chunks that the gradient recomputes exist for training only, so evaluation has none.
         chunks = problem.chunks if problem.chunks and not problem.chunks.recomputes else None
         return [trial_of(engine, problem._replace(training=False, plain=True, chunks=chunks))]
     states = {"h0", "c0"} if problem.cell.op == "lstm" else {"h0"}
@@ -176,8 +184,8 @@ def following(engine: str, problem: Problem) -> list[Trial]:
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """Return the number of steps of a trial: `steps`, unless one array then has fewer than SMALL elements only in the
-    trial or only in the call, which needs another kernel. The trial must test the kernel of the call.
+    """Return the number of steps of a trial with which an array is small (has fewer than SMALL elements) in the trial
+    exactly if it is small in the call, because Metal runs another kernel for small arrays. If possible, return `steps`.
 
     size: the number of elements of the array in the call. each: its number of elements per step in the trial.
     """
@@ -196,9 +204,9 @@ def without_numbers(cell: AnyCell) -> AnyCell:
     clip, of_h, bias = 0.5, 0.5, -0.25  # any numbers do, as no gradient jumps at these limits
     if cell.clip_gradient == "zero":
         # No number may come near a limit, where the gradient jumps. `_draw` draws preactivations of about STEER, and a
-        # c0 of about 0. So c is i g after the first step, and i g (1 + f) after the second one without a clip. Between
-        # the two lies the limit: their geometric mean i g sqrt(1 + f), rounded to a multiple of 1/128, which 16-bit
-        # dtypes have. A positive forget bias makes f larger, so the two lie further apart.
+        # c0 of about 0. So without a clip c is i g after the first step, and i g (1 + f) after the second step. The
+        # limit is between these two numbers: their geometric mean i g sqrt(1 + f), rounded to a multiple of 1/128,
+        # which 16-bit dtypes represent exactly. A positive forget bias makes f larger, so the two are further apart.
         bias = 0.25
         i, f, g = (gate_at_steer(cell, gate, bias if cell.forget_bias else 0.0) for gate in "ifg")
         clip, of_h = round(128 * i * g * (1 + f) ** 0.5) / 128, LIMIT_OF_H
@@ -210,8 +218,8 @@ def without_numbers(cell: AnyCell) -> AnyCell:
 
 
 def gate_at_steer(cell: LSTMCell, gate: str, bias: float) -> float:
-    """Return the value of a gate whose preactivation is STEER (its size in trials of clips), and for gate f in addition
-    the forget bias."""
+    """Return the value of a gate whose preactivation is STEER, as in trials of clips; for gate f the forget bias `bias`
+    is added to it."""
     argument = np.array(STEER + (bias if gate == "f" else 0.0))
     return float(ACTIVATIONS[cell.activation(gate)](argument, Rounding(np.float64)))
 
@@ -230,7 +238,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     with which the matrix products use the same tiles as in the call."""
 
     def tiles(some: Problem, H: int, P: int) -> list[tuple[int, int]]:
-        """Return the tiles of all products. With layer normalisation the gates of all units are one product."""
+        """Return the tiles of all products, (rows, columns) that one threadgroup computes. some: the problem with its
+        B. With layer normalisation the gates of all units are one product."""
         widths = [H, P] if some.cell.norm is None else [H, P, some.cell.gates * H]
         return [tile_of(some, width) for width in widths]
 
@@ -253,9 +262,9 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
 
     H = smallest_width(problem.H, "Wp" if "Wp" in problem.names else "Wh")  # the weight whose rows are H long
     P = smallest_width(problem.P, "Wh")
-    # A product has the largest tile that gives work to all cores. So a small batch has the tile of a large one if there
-    # are fewer cores. Try the call's number of cores, then 1 to 2 B - 1; if the tiles still differ, the next B.
-    # stepwise_rows: the batch items of a threadgroup.
+    # A product uses the largest tile with which all GPU cores have work. So with fewer cores a small batch uses the
+    # tile of a large one. For each B try the call's number of cores, then 1 to 2 B - 1. stepwise_rows: the number of
+    # batch items that a threadgroup computes.
     for B in batches(problem):
         for cores in (problem.limits.cores, *range(1, 2 * B)):
             small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
@@ -266,10 +275,10 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
 
 
 def in_one_direction(problem: Problem) -> Problem:
-    """Return the problem, or a problem of one direction if both directions of a cell written by the user run on
-    `stepwise`. For such a cell the oracle computes one direction, and the kernels read the number of directions at run
-    time. If H is small, it is doubled: the arrays are then as wide as the arrays of both directions, and Metal binds
-    them in the same address space."""
+    """Return a problem of one direction for both directions of a cell written by the user, and any other problem
+    unchanged. The oracle computes only one direction of such a cell, and the kernels of `stepwise` are the same, as
+    they read the number of directions at run time. A small H is doubled: the arrays are then as wide as those of both
+    directions, and Metal binds them in the same address space."""
     if not problem.bidirectional or not isinstance(problem.cell, PointwiseCell):
         return problem
     H = 2 * problem.H if problem.H < SMALL else problem.H

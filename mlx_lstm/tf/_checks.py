@@ -1,14 +1,17 @@
 """Checks of the arguments of `mlx_lstm.tf`: TensorFlow's rules with TensorFlow's error texts, and rules that TensorFlow
 does not check.
 
-Ranks are checked before sizes, because a size cannot be read from a missing axis. If the arguments break several rules
-at once, TensorFlow's error may name another rule than the error of this package. The rank of an array is the number of
-its axes. T: steps, N: batch items (batch_size), I: inputs (input_size), H: units (cell_size). arrays: the arrays of a
-call by TensorFlow's names: x the input, w the weights of x and h, b the bias, wci, wcf, wco the peepholes, cs_prev and
-h_prev the states before the first step; of a GRU w_ru, b_ru (reset and update gate) and w_c, b_c (candidate). op: the
-function that error texts begin with. `reject` raises an error with TensorFlow's text; `PEEPHOLES` has the names of the
-peepholes, which are checked if use_peephole is true; `fail(op, rule, got)` raises the ValueError "[op] rule but got
-..."; `check_array` does so for a wrong shape.
+The rank of an array is the number of its axes. Ranks are checked before sizes, because the size of a missing axis
+cannot be read. If the arguments break several rules at once, TensorFlow's error may name another rule than the error of
+this package. The names of this module are:
+
+- T: steps, N: batch items (batch_size), I: inputs (input_size), H: units (cell_size).
+- arrays: a dict of the arrays of a call by TensorFlow's names: x the input, w the weights of x and h, b the bias, wci,
+  wcf, wco the peepholes, cs_prev and h_prev the states before the first step. A GRU has w_ru, b_ru (reset and update
+  gate) and w_c, b_c (candidate) in place of w and b.
+- op: the name of the user's function in errors. `reject(op, text)` raises a ValueError with TensorFlow's text.
+  `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". `check_array` raises it for a wrong type, shape
+  or dtype.
 """
 
 from typing import NoReturn
@@ -21,8 +24,8 @@ from ..engines.tracing import have_values
 from ..ground.checks import as_float, check_array, check_flag, check_integer, check_number, fail
 
 SAVED = ("i", "cs", "f", "o", "ci", "co")
-"""TensorFlow's names of the outputs that its gradient ops read: gates i, f, o, the candidate ci, the state cs before
-and co after its last activation."""
+"""TensorFlow's names of the outputs that its gradient ops read: the gates i, f, o, the candidate ci, the cell state cs,
+and co = tanh(cs)."""
 
 PEEPHOLES = ("wci", "wcf", "wco")
 """TensorFlow's names of the peephole weights of i, f and o."""
@@ -38,7 +41,7 @@ def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
     N, H = check_cell(op, arrays)
     if 0 in (N, H):
         reject(op, f"cs_prev_tensor is empty, has shape: ({N},{H}).")
-    # The arrays of the gradient op, each [N, H]; the forward op has none of them. TensorFlow's texts differ.
+    # The arrays that only the gradient op has, each [N, H]. TensorFlow's error texts for the two groups differ.
     check_matrices(op, arrays, SAVED, ".dim_size", N, H)
     check_matrices(op, arrays, ("cs_grad", "h_grad"), "_tensor.dims", N, H)
     if use_peephole:
@@ -46,7 +49,7 @@ def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
 
 
 def check_block_lstm(op: str, seq_len_max: object, arrays: Arrays, use_peephole: bool) -> int:
-    """Check the arguments of BlockLSTM and BlockLSTMV2; return seq_len_max as an int."""
+    """Check the arguments of BlockLSTM and BlockLSTMV2; return seq_len_max, the number of steps to run, as an int."""
     check_flag(op, "use_peephole", use_peephole)
     steps = check_steps(op, seq_len_max)
     check_kinds(op, arrays)
@@ -58,13 +61,13 @@ def check_block_lstm(op: str, seq_len_max: object, arrays: Arrays, use_peephole:
 
 
 def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peephole: bool) -> int:
-    """Check the arguments of BlockLSTMGrad and BlockLSTMGradV2; return seq_len_max as an int. arrays: those of the
-    forward op, its outputs, and the gradients cs_grad and h_grad."""
+    """Check the arguments of BlockLSTMGrad and BlockLSTMGradV2; return seq_len_max as an int. arrays: the forward op's
+    arguments and outputs, and the gradients cs_grad and h_grad, by TensorFlow's names."""
     check_flag(op, "use_peephole", use_peephole)
     steps = check_steps(op, seq_len_max)
     check_kinds(op, arrays)
     ranks = {"x": 3, "cs_prev": 2, "h_prev": 2, "w": 2, "b": 1} | dict.fromkeys(PEEPHOLES, 1)
-    # sequences: the outputs and the gradients, [T, N, H]. TensorFlow has another text for them.
+    # sequences: the outputs and the gradients, [T, N, H]. TensorFlow's error text for them differs.
     sequences = {name: array for name, array in arrays.items() if name not in ranks}
     others = {name: arrays[name] for name in ranks}
     check_ranks(op, others, ranks, otherwise=3, text="{name} must be rank {rank} but is rank {got}")
@@ -74,7 +77,7 @@ def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peep
     H = columns // 4
     if columns % 4 or not H:
         reject(op, f"w matrix columns must be a positive multiple of 4, but got {columns}")
-    check_size(op, "w matrix rows don't match", I + H, rows)  # TensorFlow's text has the right size first here
+    check_size(op, "w matrix rows don't match", I + H, rows)  # TensorFlow's text has the expected size first here
     if arrays["b"].size != 4 * H:
         reject(op, f"w and b cell_size don't match: {H} vs. {arrays['b'].size}")
     check_range(op, steps, T)
@@ -88,7 +91,8 @@ def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peep
 
 
 def check_gru_block_cell(op: str, arrays: Arrays) -> None:
-    """Check the arguments of GRUBlockCell, or of its gradient op if `arrays` also has r, u, c and d_h."""
+    """Check the arguments of GRUBlockCell, or of its gradient op if `arrays` also has r, u, c and d_h: the forward op's
+    outputs r, u, c and the gradient of h."""
     check_kinds(op, arrays)
     check_ranks(op, arrays, {"b_ru": 1, "b_c": 1}, otherwise=2, text="Rank of {name} must be {rank}, got {got}")
     N, I = arrays["x"].shape
@@ -132,15 +136,16 @@ def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, 
 
 def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N: int, H: int) -> None:
     """Check that the arrays of these names have shape [N, H]; names without an array are skipped. dims: how
-    TensorFlow's text for this op writes the sizes of an array, such as ".dim_size"."""
+    TensorFlow's text for this op writes the sizes of an array, such as ".dim_size". N, H: batch items, units."""
     for name in (name for name in names if name in arrays):
         check_size(op, f"{name}{dims}(0) != batch_size", arrays[name].shape[0], N)
         check_size(op, f"{name}{dims}(1) != cell_size", arrays[name].shape[1], H)
 
 
 def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
-    """Check the shapes of an LSTM's cs_prev [N, H], h_prev [N, H], w [I + H, 4H] and b [4H]; return N and H. N and I
-    are those of x [N, I] or [T, N, I], H that of cs_prev. The error texts are TensorFlow's."""
+    """Check the shapes of an LSTM's cs_prev [N, H], h_prev [N, H], w [I + H, 4H] and b [4H]. Return (N, H). N and I are
+    read from x, [N, I] or [T, N, I]; H is read from cs_prev. The error texts are TensorFlow's. T, N, I, H: steps, batch
+    items, inputs, units."""
     (N, I), H = arrays["x"].shape[-2:], arrays["cs_prev"].shape[1]
     check_size(op, "cs_prev.dims(0) != batch_size", arrays["cs_prev"].shape[0], N)
     check_size(op, "h_prev.dims(0) != batch_size", arrays["h_prev"].shape[0], N)
@@ -153,8 +158,8 @@ def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
 
 
 def check_peepholes(op: str, arrays: Arrays, H: int) -> None:
-    """Check that wci, wcf and wco are [H]. TensorFlow checks this in BlockLSTM only; its other ops read beyond the
-    array."""
+    """Check that the peepholes wci, wcf and wco are [H]. TensorFlow checks this in BlockLSTM only; its other ops read
+    beyond the end of a shorter array. H: the number of units."""
     for name in PEEPHOLES:
         check_size(op, f"{name}.dim_size(0) != cell_size", arrays[name].size, H)
 
@@ -171,15 +176,15 @@ def check_steps(op: str, seq_len_max: object) -> int:
 
 
 def check_range(op: str, steps: int, T: int) -> int:
-    """Check that 0 <= steps <= T and return steps. TensorFlow up to 2.21 ends the process for other values."""
+    """Check that 0 <= steps <= T and return steps. For other values TensorFlow (up to 2.21) ends the process."""
     if not 0 <= steps <= T:
         reject(op, f"seq_len_max must be between 0 and {T} but is {steps}")
     return steps
 
 
 def check_attributes(op: str, forget_bias: object, cell_clip: object) -> tuple[float, float]:
-    """Check that forget_bias is a finite number and that cell_clip is a number, also an infinite one or NaN, with
-    which TensorFlow does not clip; return both as floats."""
+    """Check that forget_bias is a finite number and that cell_clip is a number. cell_clip may be infinite or NaN;
+    TensorFlow then does not clip. Return (forget_bias, cell_clip) as floats."""
     clip = as_float(cell_clip)  # None if it is no number
     if clip is None:
         fail(op, "cell_clip must be a number", repr(cell_clip))

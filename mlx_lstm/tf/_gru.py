@@ -1,10 +1,12 @@
 """Run one step of TensorFlow's GRU block cell, or compute its gradient.
 
-Letters in shapes: N batch items, I inputs, H units. Names are TensorFlow's: r is the reset gate, u the update gate (our
-z), c the candidate (our n); w_ru [I + H, 2H] and w_c [I + H, H] are weights of the input and, below them, of h; b_ru
-[2H] and b_c [H] are biases. given: the arrays of the op in a dict by TensorFlow's names. Each op checks its arguments,
-converts them to those of `mlx_lstm.gru` or `gru_gradients`, and converts the results back. Their sequences have time
-first, so array[None] is a sequence of one step and array[0] that step. joined: arrays side by side on the last axis.
+Each op checks its arguments, converts them to those of `mlx_lstm.gru` or `gru_gradients`, and converts the results
+back. These functions take sequences with time first: array[None] is a sequence of one step, and array[0] is this step.
+
+Letters in shapes: N batch items, I inputs, H units. Names are TensorFlow's: r is the reset gate, u the update gate (z
+in `mlx_lstm.gru`), c the candidate (n in `mlx_lstm.gru`). The first I rows of w_ru [I + H, 2H] and w_c [I + H, H] are
+weights of the input, the others of h. b_ru [2H] and b_c [H] are biases. given: the arrays of the op in a dict by
+TensorFlow's names. `joined(arrays)` puts arrays side by side on the last axis.
 """
 
 from typing import Any, NamedTuple
@@ -29,8 +31,8 @@ class GRUBlockCellOutput(NamedTuple):
 
 
 class GRUBlockCellGradOutput(NamedTuple):
-    """Outputs of `gru_block_cell_grad`: d_x [N, I], d_h_prev [N, H], and the gradients of the preactivations,
-    d_c_bar [N, H] and d_r_bar_u_bar [N, 2H]."""
+    """Outputs of `gru_block_cell_grad`: d_x [N, I], d_h_prev [N, H], and the gradients of the preactivations, d_c_bar
+    [N, H] and d_r_bar_u_bar [N, 2H]. N: batch items, I: inputs, H: units."""
 
     d_x: mx.array
     d_h_prev: mx.array
@@ -57,12 +59,12 @@ def gru_block_cell(
     h alone, the gradient equals the one that TensorFlow 1 had registered.
 
     Args:
-        x (array): [N, I]: N batch items, I inputs.
-        h_prev (array): [N, H]: H units.
-        w_ru (array): [I + H, 2H], the columns of r first.
-        w_c (array): [I + H, H].
-        b_ru (array): [2H].
-        b_c (array): [H].
+        x (array): the input, [N, I], for N batch items and I inputs.
+        h_prev (array): h of the step before, [N, H], for H units.
+        w_ru (array): the weights of r and u, [I + H, 2H], the columns of r first. The first I rows multiply x.
+        w_c (array): the weights of c, [I + H, H].
+        b_ru (array): the biases of r and u, [2H].
+        b_c (array): the bias of c, [H].
         engine (str, optional): force an engine, as in `mlx_lstm.gru`. Default: the best for the stream's device.
         stream (Stream or Device, optional): where to run, as for any MLX op.
 
@@ -98,7 +100,7 @@ def gru_block_cell_grad(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUBlockCellGradOutput:
-    """Return the gradient of `gru_block_cell`; equals `tf.raw_ops.GRUBlockCellGrad`.
+    """Return the gradient of `gru_block_cell`; equals `tf.raw_ops.GRUBlockCellGrad`. N: batch items, H: units.
 
     The op returns no gradients of weights and biases. TensorFlow 1 computed these gradients as d_w_ru = [x, h_prev]^T
     d_r_bar_u_bar, d_w_c = [x, r h_prev]^T d_c_bar, and the sums over N of d_r_bar_u_bar and d_c_bar; `mx.grad` of
@@ -127,9 +129,9 @@ def gru_block_cell_grad(
             return GRUBlockCellGradOutput(mx.zeros_like(x), d_h_prev, d_h_prev, mx.concatenate([d_h_prev] * 2, axis=1))
         arrays = gru_arguments(given)
         Wx, gates = arrays["Wx"], joined([array[None] for array in (r, u, c)])
-        # Without Wx, x stands for the projected input x Wx^T, so its gradient is the gradient of the preactivations,
-        # from which all other gradients follow below. `gru_gradients` then uses only the shape of x and, for one step,
-        # only the shape of h. So any arrays of these shapes will do: pass `gates` as x and `d_h` as h.
+        # With Wx=None, `gru_gradients` takes x as the projected input x Wx^T, so the gradient of x is the gradient of
+        # the preactivations, which this op returns and from which d_x follows. It then reads only the shape of x and,
+        # for one step, only the shape of h. So pass any arrays of these shapes: `gates` as x and `d_h` as h.
         arrays |= {"x": gates, "Wx": None}
         d = gru_gradients(**arrays, gates=gates, h=d_h[None], dh=d_h[None], engine=engine)
         d_preactivations = d["x"][0]  # [N, 3H], in the order r, u, c
@@ -138,13 +140,13 @@ def gru_block_cell_grad(
 
 
 def gru_arguments(given: Arrays) -> dict[str, Any]:
-    """Convert TensorFlow's arrays, `given` by name, to the arguments of `mlx_lstm.gru` for one step. Wx and Wh are
-    views of w, whose first I rows belong to x and whose columns are in the order r, u, c."""
+    """Convert the dict `given` of TensorFlow's arrays to the arguments of `mlx_lstm.gru` for one step. Wx and Wh are
+    views of w: its first I rows are the weights of x, and its columns are in the order r, u, c."""
     x, I = given["x"], given["x"].shape[-1]
     w = mx.concatenate([given["w_ru"], given["w_c"]], axis=1)
     arrays = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "h0": given["h_prev"]}
     if I == 0:
         # Without Wx, `gru` takes x [1, N, 3H] as the input's part of the preactivations, which is 0 here.
         arrays |= {"x": mx.zeros((1, x.shape[0], w.shape[1]), x.dtype), "Wx": None}
-    # "rzn" is r, u, c in our letters. "before": r multiplies h before the recurrent product.
+    # "rzn": the letters of `mlx_lstm.gru` for r, u, c. "before": r multiplies h before the recurrent product.
     return arrays | {"b": mx.concatenate([given["b_ru"], given["b_c"]]), "gate_order": "rzn", "reset": "before"}

@@ -1,16 +1,17 @@
 """Run TensorFlow's LSTM block ops, for one step or a sequence, and their gradients.
 
-Letters in shapes: T steps, N batch items, I inputs, H units. Names are TensorFlow's: w [I + H, 4H] is the input's and
-the recurrent weight, one below the other, b [4H] the bias, cs the cell state before tanh, co after it, ci the candidate
-(our g); wci, wcf, wco [H] are the peepholes of i, f, o (`PEEPHOLES` has their names). cs_prev, h_prev: the states
-before the first step.
-
 Each op checks its arguments, converts them to those of `mlx_lstm.lstm` or `lstm_gradients`, and converts the results
-back. given: the arrays that all ops get, in a dict by TensorFlow's names. saved: the outputs of the forward op, and
-gradients, by name. order: the order of the gates' blocks in w and b, in our letters: ICFO = "igfo" or IFCO = "ifgo".
-op: the function that error texts begin with. The names of `mlx_lstm.lstm`: Wx [4H, I], Wh [4H, H], b, peephole [4H],
-h0, c0; its outputs h, c, gates [T, N, 4H]. In what `lstm_gradients` takes and returns, dh and dc are the gradients of h
-and c, and d is a dict of gradients by the arguments' names.
+back. Letters in shapes: T steps, N batch items, I inputs, H units. The names are:
+
+- TensorFlow's: w [I + H, 4H] the weights of the input (first I rows) and of h, b [4H] the bias, cs the cell state, co =
+  tanh(cs), ci the candidate (g in `mlx_lstm.lstm`); wci, wcf, wco [H] the peepholes of i, f, o. cs_prev, h_prev: the
+  states before the first step.
+- `mlx_lstm.lstm`'s: Wx [4H, I], Wh [4H, H], b, peephole [4H], h0, c0, and the outputs h, c, gates [T, N, 4H]. dh, dc:
+  the gradients of h and c. d: a dict of gradients by the arguments' names.
+- given: the arrays that all ops get, in a dict by TensorFlow's names. saved: the outputs of the forward op, and
+  gradients of outputs, by name.
+- order: the gate order of w and b in the letters of `mlx_lstm.lstm`: ICFO = "igfo" or IFCO = "ifgo".
+- op: the name of the function in errors.
 """
 
 from typing import Any, NamedTuple
@@ -27,8 +28,8 @@ from ..recurrence import lstm, lstm_gradients
 from ._checks import PEEPHOLES, check_attributes, check_block_lstm, check_block_lstm_grad, check_lstm_block_cell
 
 ICFO, IFCO = TF["icfo"], TF["ifco"]
-"""TensorFlow's gate orders in our letters, "igfo" and "ifgo": TensorFlow's c (or ci) is g here. The V2 ops have
-IFCO."""
+"""TensorFlow's gate orders in the letters of `mlx_lstm.lstm`, "igfo" and "ifgo": TensorFlow's candidate c (or ci) is g
+here. The V2 ops have the order IFCO, all others ICFO."""
 
 
 class BlockLSTMOutput(NamedTuple):
@@ -85,7 +86,8 @@ def lstm_block_cell(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMOutput:
-    """Run one step of an LSTM; equals `tf.raw_ops.LSTMBlockCell`. Gate order ICFO.
+    """Run one step of an LSTM; equals `tf.raw_ops.LSTMBlockCell`. Gate order ICFO. Sizes: N batch items, I inputs, H
+    units.
 
         [i, ci, f, o] before activation = [x, h_prev] w + b, with peepholes + cs_prev wci on i, + cs_prev wcf on f
         i = sigmoid(i)   ci = tanh(ci)   f = sigmoid(f + forget_bias)
@@ -96,12 +98,12 @@ def lstm_block_cell(
     registered.
 
     Args:
-        x (array): [N, I].
+        x (array): the input, [N, I].
         cs_prev, h_prev (array): cell state and h of the step before, [N, H].
-        w (array): [I + H, 4H].
+        w (array): the weights of x (the first I rows) and of h, [I + H, 4H].
         wci, wcf, wco (array): peepholes of i, f, o, [H]. Without `use_peephole` they are not used and may have any
             length.
-        b (array): [4H].
+        b (array): the bias, [4H].
         forget_bias (float): added to f's preactivation. Default: 1.
         cell_clip (float): bound on |cs|; no bound if it is 0, negative or NaN. Default: 3, which TensorFlow's layers
             never use: they pass -1.
@@ -152,7 +154,7 @@ def lstm_block_cell_grad(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> LSTMBlockCellGradOutput:
-    """Return the gradient of `lstm_block_cell`; equals `tf.raw_ops.LSTMBlockCellGrad`.
+    """Return the gradient of `lstm_block_cell`; equals `tf.raw_ops.LSTMBlockCellGrad`. Sizes: N batch items, H units.
 
     The op returns the gradient of the preactivations (dicfo), not of x, h_prev, w and b. TensorFlow 1 computed these
     from dicfo: [x_grad, h_prev_grad] = dicfo w^T, w_grad = [x, h_prev]^T dicfo, and b_grad = the sum of dicfo over N.
@@ -277,7 +279,7 @@ def block_lstm_grad(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
-    """Return the gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`.
+    """Return the gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`. Sizes: T steps, N batch items, H units.
 
     No array is read at steps t >= seq_len_max, and x_grad is 0 there. With seq_len_max = 0 all gradients are 0, also
     the gradients of the states. The gradient does not depend on cell_clip and forget_bias, so the op does not have
@@ -393,9 +395,10 @@ def block_lstm_grad_v2(
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
     """Return the gradient of `block_lstm_v2`, in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`. The arguments
-    and the outputs are those of `block_lstm_grad`: the arguments and outputs of the forward op, from seq_len_max to h,
-    the gradients cs_grad and h_grad [T, N, H] of two outputs, and whether there were peepholes. engine: the one to
-    force, as in `mlx_lstm.lstm`; stream: where to run, as for any MLX op."""
+    are those of `block_lstm_grad`: the forward op's arguments and outputs, from seq_len_max to h; the gradients cs_grad
+    and h_grad [T, N, H] of cs and h; and use_peephole, whether there were peepholes. engine: force an engine, as in
+    `mlx_lstm.lstm`. stream: where to run, as for any MLX op. The result is that of `block_lstm_grad`. T, N, H: steps,
+    batch items, units."""
     given = common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad_v2"):
@@ -408,8 +411,9 @@ def common_arrays(*arrays: mx.array) -> Arrays:
 
 
 def lstm_arguments(order: str, given: Arrays, use_peephole: bool) -> dict[str, Any]:
-    """Convert TensorFlow's arrays, `given` by name, with x [T, N, I], to the arguments of `mlx_lstm.lstm`; Wx and Wh
-    are views of w. order: the gate order of w and b, such as "igfo". use_peephole: whether the peepholes are used."""
+    """Convert the dict `given` of TensorFlow's arrays, with x [T, N, I], to the arguments of `mlx_lstm.lstm`. Wx and Wh
+    are views of w. order: the gate order of w and b, such as "igfo". use_peephole: whether the peepholes are used. T,
+    N, I: steps, batch items, inputs."""
     x, w, I = given["x"], given["w"], given["x"].shape[-1]
     # The first I rows of w belong to x, the others to h.
     arrays = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": given["b"], "h0": given["h_prev"], "c0": given["cs_prev"]}
@@ -434,7 +438,7 @@ def run_lstm(
 ) -> BlockLSTMOutput:
     """Run the first `steps` steps of x [T, N, I] and return all outputs, with zeros at all later steps. order: the gate
     order of w and b. given: the arrays of the op by name. use_peephole, forget_bias, cell_clip: as in `block_lstm`.
-    options: engine and checkpoint_every."""
+    options: engine and checkpoint_every. T, N, I: steps, batch items, inputs."""
     x, cs_prev = given["x"], given["cs_prev"]
     T, N, H = x.shape[0], *cs_prev.shape
     if 0 in (steps, N, H):  # nothing to compute
@@ -442,7 +446,7 @@ def run_lstm(
     arrays = lstm_arguments(order, given | {"x": x[:steps]}, use_peephole)
     clip = cell_clip if 0 < cell_clip < np.inf else None  # any other value, also NaN, means no clip
     out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, **options)._asdict()
-    gates = dict(zip(order, mx.split(out["gates"], 4, axis=-1), strict=True))  # each [steps, N, H], by its letter
+    gates = dict(zip(order, mx.split(out["gates"], 4, axis=-1), strict=True))  # {letter: gate [steps, N, H]}
     # In the order of BlockLSTMOutput: i, cs, f, o, ci, co, h.
     outputs = gates["i"], out["c"], gates["f"], gates["o"], gates["g"], tanh(out["c"]), out["h"]
     return BlockLSTMOutput(*(with_padding(array, T) for array in outputs))
@@ -457,7 +461,7 @@ def run_lstm_gradients(
     steps = check_block_lstm_grad(op, seq_len_max, given | saved, use_peephole)
     x, I = given["x"], given["x"].shape[-1]
     if steps == 0 or x.shape[1] == 0:
-        # No step, or an empty batch: all gradients are 0. `given` has the arguments in the order of the outputs.
+        # No step, or an empty batch: all gradients are 0. `given` has the arguments in the order of their gradients.
         return BlockLSTMGradOutput(*(mx.zeros_like(array) for array in given.values()))
     arrays = lstm_arguments(order, given | {"x": x[:steps]}, use_peephole)
     saved = {name: array[:steps] for name, array in saved.items()}
@@ -474,10 +478,9 @@ def run_lstm_gradients(
 def peephole_gradients(order: str, gradients: Arrays, given: Arrays) -> list[mx.array]:
     """Return the gradients of the three peepholes wci, wcf and wco, each [H].
 
-    order: the gate order of the call, such as "igfo". gradients: what `lstm_gradients` returned, by name. Its entry
-    "peephole" [4H] has one block per gate in this order; the block of the candidate g, which has no peephole in
-    TensorFlow, is dropped. Without this entry the op runs without peepholes: return zeros of the shapes that the
-    peepholes have in `given`, the arrays of the op by name.
+    gradients: the result of `lstm_gradients`, by name. Its entry "peephole" [4H] has one block per gate in the gate
+    order `order`, such as "igfo"; the block of the candidate g is dropped, because in TensorFlow it has no peephole.
+    Without this entry the op runs without peepholes, so the gradients are zeros. given: the arrays of the op by name.
     """
     if "peephole" not in gradients:
         return [mx.zeros_like(given[name]) for name in PEEPHOLES]
@@ -491,6 +494,6 @@ def in_order(order: str, i: mx.array, f: mx.array, g: mx.array, o: mx.array) -> 
 
 
 def with_padding(sequence: mx.array, T: int) -> mx.array:
-    """Pad a sequence [steps, N, .] with zeros at its end to [T, N, .]."""
+    """Pad a sequence [steps, N, .] with zeros at its end to [T, N, .]. N: batch items."""
     missing = T - sequence.shape[0]
     return mx.pad(sequence, [(0, missing), (0, 0), (0, 0)]) if missing else sequence

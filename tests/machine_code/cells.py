@@ -31,9 +31,10 @@ SIZES = ((1, 128), (32, 128), (32, 256))
 def layer_of(
     form: Form, engine: str, B: int, H: int, T: int = 3, rows: int = 0, norm: NormOptions | None = None
 ) -> tuple[Problem, Graph]:
-    """Return the `Problem` (sizes and options) of a call with this cell, and the kernel launches of its forward and
-    its backward pass on a Metal engine. rows: the batch items of a threadgroup of `fused`, or 0 for the default. norm:
-    the layer normalisation of its preactivations."""
+    """Return the `Problem` (sizes and options) of a call with the cell `form`, and the kernel launches of its forward
+    and its backward pass on a Metal engine. B, H, T: batch items, hidden units, time steps. rows: the batch items of a
+    threadgroup of `fused`, or 0 for the default number. norm: the layer normalisation of the cell's preactivations, or
+    None."""
     G, C = form.gates, form.states - 1
     shapes = {"x": (T, B, 8), "Wx": (G * H, 8), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}
     shapes |= {"inputs": (T, B, form.inputs * H), "params": (form.params * H,)}

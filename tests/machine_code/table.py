@@ -36,13 +36,15 @@ NORMS += [(None, "together", "output"), ("product", "together", "output"), ("pro
 NORMED = {f"lstm-norm-{n}": LSTMCell(norm=NormOptions(*norm)) for n, norm in enumerate(NORMS)}
 NORMED |= {f"gru-norm-{n}": GRUCell(norm=NormOptions(*norm)) for n, norm in enumerate(NORMS[:2])}
 NORMED["rnn-norm-0"] = RNNCell(norm=NormOptions())
-"""Cells with layer normalisation. A number counts the entries of `NORMS`: what is normalised, the product or the sum,
-together or each gate, and where c is."""
+"""Cells with layer normalisation. The number at the end of a name is the index of the cell's entry in NORMS. An entry
+says what is normalised ("product", or "sum": the product plus the input's part), whether the gates are normalised
+together or each by itself, and whether c is normalised (for the output, or also in the state)."""
 GENERATED = ("generated_lstm", "generated_slstm")
 """The names of the cells of `mlx_lstm.cells` whose generated kernels are counted."""
 GENERATED_NORMED = {f"generated_lstm-norm-{n}": ("lstm", NormOptions(*NORMS[n])) for n in range(3)}
 GENERATED_NORMED["generated_slstm-norm-0"] = ("slstm", NormOptions("product"))
-"""The same cells with the first entries of `NORMS`."""
+"""{name: (cell of `mlx_lstm.cells`, its layer normalisation)} for the cells with a norm whose generated kernels are
+counted. The number at the end of a name is an index of NORMS."""
 
 
 class Case(NamedTuple):
@@ -82,8 +84,9 @@ def defaults() -> frozenset[Case]:
         return divide(layer, backward=backward, cut=cut)
 
     def shared(layer: LayerSize, *, backward: bool, cut: Cut) -> FusedTiling:
-        """Divide layers that differ only in the batch and the cores once. With a cut neither of them is read: a tiling
-        that reads the batch raises an error here."""
+        """Return the division of a layer among threads, computed only once for layers that differ only in B and in the
+        number of cores. With a `cut` the division depends on neither. If it did, the None passed here would raise an
+        error."""
         return divided(layer._replace(B=None, cores=None), backward, cut)
 
     with patch.object(fused, "fused_tiling", shared):
@@ -173,9 +176,9 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
 
 
 def generated(case: Case) -> dict[Kernel, Launch]:
-    """Return {key: launch} for the kernels that are generated for a cell and run the time steps of a pass; with layer
-    normalisation for those with a recurrent product. The hash in a kernel's name is replaced by the name of the
-    cell."""
+    """Return {key: launch} for the kernels that are generated for a cell. Without layer normalisation these are the
+    kernels that run the time steps of a pass, with it those with a recurrent product. In a key the name of the cell
+    replaces the hash in the kernel's name."""
     name, norm = GENERATED_NORMED.get(case.cell, (case.cell.removeprefix("generated_"), None))
     problem, graph = cells.layer_of(ZOO[name], case.engine, case.B, case.H, rows=case.rows, norm=norm)
     found = {}
@@ -221,7 +224,8 @@ def tool_hash() -> str:
 
 
 def write(lines: Iterable[Counted]) -> None:
-    """Write these lines to machine_code.csv."""
+    """Write machine_code.csv: a comment with the hash of the counting tool, the names of the columns, and these
+    lines."""
     with FILE.open("w", newline="", encoding="ascii") as file:
         file.write(f"# made by `make machine-code`, a tool of hash {tool_hash()}; instructions.py has the columns\n")
         writer = csv.writer(file, lineterminator="\n")

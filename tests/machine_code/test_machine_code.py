@@ -154,7 +154,7 @@ def test_a_kernel_finds_its_own_line(small):
     assert work_of(launch, problem, 7) == (10 + 7 * 100, 7 * 2, 7, line, True)
     problem, launch = sweep(Size(7, 32, 3, 300), "stepwise")
     line, own = counted(launch, problem)
-    assert own and line.H == 8  # the kernel's source does not depend on H, so the line of H = 8 fits H = 300
+    assert own and line.H == 8  # the kernel's source does not depend on H, so the line counted at H = 8 is its own line
     turns = kernel_of(launch, problem).needed / 8
     assert work_of(launch, problem, 1)[:3] == (10 + turns * 100, turns * 2, turns)
 
@@ -259,9 +259,9 @@ NORM = re.compile(r"_norm(_product|_sum)?(_together|_each)(_output|_state)?$")
 
 
 def test_a_norm_in_fused():
-    """At B = 32, H = 128 a step of `fused` takes at most 1.15 times the instructions of a step without a norm, if one
-    norm takes its mean over all numbers together; at most 1.45 times with a norm of each gate, or with a second one, of
-    c. No kernel with a norm spills registers."""
+    """At B = 32, H = 128 a step of `fused` with one norm of all gates together takes at most 1.15 times the
+    instructions of a step without a norm. With a norm of each gate, or with a second norm, of c, it takes at most 1.45
+    times as many. No kernel with a norm spills registers."""
     lines = [line for line in table() if NORM.search(line.kernel)]
     plain = {line[:5]: line for line in table()}
     assert len({line.kernel for line in lines}) >= 40 and not any(line.spills or line.scratch for line in lines)

@@ -1,9 +1,9 @@
 """Predict how many bytes a launch moves and how long it takes on an Apple chip. No Mac has measured these times.
 
 A launch takes as long as the slowest of these: executing its instructions, moving its data from and to memory, and
-loading through caches. A core that has one threadgroup at a time also waits for the loads whose results the
-threadgroup needs at once; several threadgroups hide the waits of one another. The gap before a launch is `DEPENDENT`
-seconds if it waits for another launch, else `INDEPENDENT`.
+loading through caches. A core that runs one threadgroup at a time also waits for loads whose results the threadgroup
+needs at once. If a core runs several threadgroups, one computes while another one waits. The gap before a launch is
+`DEPENDENT` seconds if it waits for another launch, else `INDEPENDENT`.
 
 A call whose results are evaluated at once takes the sum of three times. First the CPU builds the graph. Then either
 the GPU runs all launches, with the gaps, or MLX encodes the launches, whichever takes longer. The third time is
@@ -129,9 +129,9 @@ ISSUE = 4
 """Instructions per cycle that a GPU core executes: one SIMD-group in each quarter of the core (metal-benchmarks)."""
 
 GEMM_TILE, GEMM_DEPTH, GEMM_PART = 64, 16, 0.75
-"""MLX's product of matrices: the rows and columns that a threadgroup computes, the terms of each turn of its loop,
-and the part of a core's peak that the arithmetic reaches. The sizes come from MLX's source. The part is published as
-0.73 to 0.75."""
+"""Figures of MLX's product of matrices. GEMM_TILE: the rows and columns that a threadgroup computes. GEMM_DEPTH: the
+terms that one iteration of its loop adds up. GEMM_PART: the part of a core's peak that the arithmetic reaches. The
+sizes come from MLX's source. The part is published as 0.73 to 0.75."""
 
 GEMM_TOGETHER = 4
 """How many threadgroups of MLX's product of matrices a core runs at the same time. Assumed."""
@@ -183,8 +183,8 @@ SEQUENCES = ("z", "gates", "dgates", "h", "c", "dh", "dc", "q")
 
 def sequence_reads(buffer: Buffer, launch: Launch, problem: Problem) -> float:
     """Return the bytes that all threads of a `fused` kernel load from an array with a time axis. All lanes of a hidden
-    unit load the unit's numbers, and lanes without a unit load as many. A kernel that loads the numbers of a step
-    before it needs them loads those of its last step twice. One more state is loaded."""
+    unit load the unit's numbers, and lanes without a unit load as many. A kernel that loads the numbers of a step early
+    loads those of its last step twice. Of h and c it loads one state more than it has steps."""
     tiling = tiling_of(launch, problem, itemsize(launch))
     each, back = tiling.rows, "backward" in launch.name
     if tiling.matrices:  # a lane computes all gates of two batch items

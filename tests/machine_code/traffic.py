@@ -138,5 +138,6 @@ def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) ->
 
 
 def twice(count: float) -> tuple[float, float]:
-    """Return (count, count), the pair (bytes needed, bytes of all loads) of a buffer that is loaded only once."""
+    """Return the pair (bytes needed, bytes of all loads) of a buffer whose bytes are each loaded once: (count,
+    count)."""
     return count, count

@@ -26,8 +26,9 @@ def to_numpy(array: mx.array) -> np.ndarray:
 
 
 def memory_of(values: np.ndarray, row_contiguous: bool) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return (elements in memory order, strides in elements). If the view has gaps, the bytes between its values are
-    filled with 0xFF."""
+    """Return the values as a kernel finds them in memory: (elements in memory order, strides in elements).
+    row_contiguous: whether the values are copied into row-major order first. Otherwise a view keeps its strides, and
+    the bytes between its values are filled with 0xFF."""
     if row_contiguous or values.size == 0:
         values = np.ascontiguousarray(values)
         return values.reshape(-1), tuple(s // values.itemsize for s in values.strides)

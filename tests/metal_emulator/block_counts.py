@@ -62,9 +62,8 @@ class FunctionBlocks:
         for i, count in known.items():
             balance[self.arcs[i][0]] -= count
             balance[self.arcs[i][1]] += count
-        # If a block has only one arc (jump) of unknown count, this count follows, because a block is left as often as
-        # it is entered. Start with these blocks. Leave out block 0 (the entry) and block 1 (the exit): no arc enters
-        # block 0, and no arc leaves block 1.
+        # Start with the blocks that have only one arc (jump) of unknown count. Leave out block 0 (the entry), which no
+        # arc enters, and block 1 (the exit), which no arc leaves.
         todo = [b for b in balance if b > 1 and len(unknown[b]) == 1]
         while todo:
             block = todo.pop()

@@ -39,7 +39,10 @@ def replace_nth(text: str, old: str, new: str, nth: int = 0) -> str:
 
 
 def changed(name, category, kind, make, old, new, nth=0, where="source", **sizes) -> None:
-    """Add a bug to the table: a sample kernel in which a part of the source is replaced."""
+    """Add a bug to the table: a correct kernel of sample_kernels.py in which one part of the source is replaced. make,
+    sizes: the function that returns the kernel, and its arguments. old, new, nth: the text that is replaced, its
+    replacement, and which occurrence (see `replace_nth`). where: the text that is changed, "source" or "header". name,
+    category, kind: see `Bug`."""
 
     def build() -> Sample:
         sample = make(**sizes)
@@ -50,8 +53,10 @@ def changed(name, category, kind, make, old, new, nth=0, where="source", **sizes
 
 
 def written(name, category, kind, source, shapes=((64,),), threads=64, group=32, arrays=(X,), skew=0, **more) -> None:
-    """Add a bug to the table: a small kernel written for this bug. In its source, `i` is the thread's position in
-    the grid and `l` is its lane."""
+    """Add a bug to the table: a small kernel written for this bug. In its source, `i` is the thread's position in the
+    grid and `l` is its lane. shapes: the shapes of the outputs o0, o1, ... arrays: the inputs a0, a1, ... threads,
+    group: the threads of the grid and of a threadgroup. name, category, kind, skew: see `Bug`. more: other fields of
+    `Sample`."""
     start = "const uint i = thread_position_in_grid.x, l = thread_index_in_simdgroup;\n"
 
     def build() -> Sample:

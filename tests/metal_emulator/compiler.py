@@ -24,7 +24,7 @@ from .toolchain import KEEP_LOOPS, cache_folder, digest, front_end, precompiled_
 @dataclass
 class CompiledKernel:
     """A kernel ready to run. buffers: the buffers' names in binding order; counts: whether its machine code has
-    coverage counters; counted: for each function the sums of these counters over all launches."""
+    counters of executed code. counted: for each function the sums of these counters over all launches."""
 
     source: str
     path: Path
@@ -65,8 +65,8 @@ class CompiledKernel:
         return set().union(*ran)
 
     def collect_coverage(self, keep: bool) -> None:
-        """Add the counters of a launch to the sums, then set the counters to 0. If `keep` is false, for example
-        after an aborted launch, do not add them."""
+        """Add the counters of executed code, which a launch has changed, to the sums in `counted`. Then set the
+        counters to 0. If `keep` is false, for example after an aborted launch, add nothing."""
         live = [values for _, values in self.image.counter_arrays()]
         if keep:
             self.counted = [a + b for a, b in zip(self.counted or [0] * len(live), live, strict=True)]
@@ -98,8 +98,8 @@ _counting = True
 
 def count_lines(counting: bool) -> bool:
     """Choose whether kernels that are compiled or loaded from now on count the lines that run. Return whether they did
-    before. Without counters a kernel compiles in three quarters of the time, but clang then moves loads, so that the
-    bytes that a launch reads may be others."""
+    before. Without counters a kernel compiles in three quarters of the time. But clang then moves and merges loads, so
+    a launch may read another number of bytes."""
     global _counting
     before, _counting = _counting, counting
     return before
@@ -112,8 +112,10 @@ def _is_built(path: Path) -> bool:
 def compile_kernel(
     name: str, source: str, metal_version: int = 310, fast_math: bool = False, unrolls: bool = False
 ) -> CompiledKernel:
-    """Compile the source that MLX would pass to Apple's compiler. Raise KernelError if the source is not valid MSL.
-    unrolls: whether clang unrolls loops."""
+    """Compile the source that MLX would pass to Apple's compiler, or load the result from the cache. Raise KernelError
+    if the source is not valid in Metal's language (MSL). name: the kernel's name, for the error. metal_version: the
+    value of `__METAL_VERSION__`. fast_math: whether math functions are the `fast` ones. unrolls: whether clang unrolls
+    loops."""
     shim = _shim(metal_version, fast_math)
     key = digest(source, shim.name, _rules_text(), *["unrolled"] * unrolls)
     counted = cache_folder() / f"{key}.so"
@@ -162,14 +164,14 @@ _COUNT = re.compile(
 
 
 def _rules_keys(source: str, shim: Path) -> set[str]:
-    """Return a key for each declaration of a kernel's source, that is for each function, class or variable, and for
-    each statement of the kernel itself.
+    """Return a cache key for each declaration in a kernel's source (function, class or variable), and for each
+    statement of the kernel itself. The keys say which of them the check of the syntax tree (`ast_rules`) has already
+    seen.
 
-    Sources have many declarations in common. The check of the syntax tree (`ast_rules`) looks at each declaration, and
-    no function calls the kernel. So a source is checked only if one of its declarations, or one of the kernel's
-    statements, has not been checked yet. Two of them have the same key if they differ only in the kernel's name, in
-    types, in values of constants, in lengths of arrays, in the number of threads, in which arrays the kernel has, and
-    in white space. Checking every kernel would make compilation a quarter slower.
+    Different sources have many declarations in common. So a source is checked only if one of its declarations or
+    statements has not been checked yet; checking every kernel would make compilation a quarter slower. Two declarations
+    or statements have the same key if they differ only in the kernel's name, in types, in values of constants, in
+    lengths of arrays, in the number of threads, in which arrays the kernel has, or in white space.
     """
     code = _COUNT.sub("", _ARRAY.sub("", _CONSTANT.sub(r"\1;", blank_comments(source))))
     code = re.sub(r"^\s*#.*$", "", code, flags=re.M)
@@ -179,7 +181,7 @@ def _rules_keys(source: str, shim: Path) -> set[str]:
 
 
 def _declarations(code: str) -> set[str]:
-    """Split a source without comments at the ends of its declarations, and the kernel at the ends of its statements."""
+    """Return the declarations of a source without comments, and the single statements of the kernel function."""
     found, start, depth = set[str](), 0, 0
     for place in re.finditer(r"[{}();]", code):
         depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(place[0], 0)

@@ -20,8 +20,9 @@ _mlx_metal_kernel = mx.fast.metal_kernel
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A kernel launch in the log. text_bytes: size of the header and body that the library passed to MLX.
-    source_bytes: size of the whole source that MLX generated from them."""
+    """A kernel launch in the log. counters: what the launch did, such as the number of barriers. traffic: the bytes
+    read and written, by buffer name. text_bytes: the size of the header and body that the library passed to MLX.
+    source_bytes: the size of the whole source that MLX generated from them. seconds: how long the launch took."""
 
     name: str
     grid: tuple[int, int, int]
@@ -56,7 +57,7 @@ class Session:
 
 _active: list[Session] = []
 _one_at_a_time = RLock()
-"""Held while a thread launches a kernel."""
+"""A lock that a thread holds while it launches a kernel, because the runtime has the state of one launch only."""
 
 
 class EmulatedKernel:

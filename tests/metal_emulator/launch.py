@@ -16,9 +16,9 @@ _POISON = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF)}
 
 @dataclass
 class Options:
-    """The options of the launches inside `emulated_metal`: in which order threads run, and which defects of a kernel
-    are reported. skew: number of elements by which inputs are moved from a 16-byte boundary, because views of MLX
-    arrays may begin at any element."""
+    """The options of the launches inside `emulated_metal`, whose docstring explains them. skew: the number of elements
+    by which inputs are moved from a 16-byte boundary, because views of MLX arrays may begin at any element.
+    threadgroup_limit: the bytes of threadgroup memory that a threadgroup may use."""
 
     order: str = "forward"
     seed: int = 1
@@ -84,8 +84,8 @@ def _bind(kernel: CompiledKernel, buffers: list[Buffer], options: Options) -> li
 
 
 def _array_name(source_line: str, column: int) -> str:
-    """Return the name of the array whose index expression is at this column of a source line. The name stands before
-    or at the column."""
+    """Return the name of the array whose index expression is at this column of a source line. The name ends before the
+    column or begins at it."""
     before = source_line[: max(column, 1)]
     start = len(before)
     while start > 0 and (before[start - 1].isalnum() or before[start - 1] == "_"):

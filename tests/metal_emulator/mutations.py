@@ -41,7 +41,8 @@ def mutations(text: str) -> Iterator[Mutation]:
 
 @contextmanager
 def chosen(number: int) -> Iterator[None]:
-    """Let kernels whose text comes from `with_choice` run with this damage inside the context. 0: with none."""
+    """Make kernels whose text comes from `with_choice` run with the damage of this number inside the context; 0 means
+    without damage."""
     runtime.library().chosen_damage(number)
     try:
         yield
@@ -50,12 +51,13 @@ def chosen(number: int) -> Iterator[None]:
 
 
 def with_choice(text: str, lines: Collection[int]) -> tuple[str, dict[int, str]]:
-    """Return a text that contains all damages of barriers and comparisons in these lines of a source, and the
-    description of each damage by its number. The number is chosen when the kernel runs, by `chosen`. So one compiled
-    kernel serves for all of them: compiling a kernel takes far longer than running it.
+    """Return one text that contains all damages of barriers and comparisons in these lines of a source, and {number:
+    description} of the damages. `chosen` selects the number of a damage when the kernel runs. So one compiled kernel
+    serves for all damages, because compiling a kernel takes far longer than running it.
 
-    A kernel whose constants depend on a comparison does not compile with such a text (a constant would depend on the
-    choice). The text begins with what the changed lines use, so they move down.
+    If a constant of the kernel depends on a changed comparison, the text does not compile, because the constant would
+    depend on the selected number. The text begins with additional definitions, so the lines of the source get larger
+    numbers.
     """
     code, numbers, edits = blank_comments(text), dict[int, str](), list[tuple[int, int, str]]()
     for start, end, new, what in (*_barriers(code), *_comparisons(code)):
@@ -68,18 +70,20 @@ def with_choice(text: str, lines: Collection[int]) -> tuple[str, dict[int, str]]
     for start, end in places:
         old, changes = text[start:end], [n + 1 for n, edit in enumerate(edits) if edit[:2] == (start, end)]
         if old in _SWAPPED:
-            # A class between two relational operators binds as the one operator did that it replaces.
+            # Write the comparison as two operators with an object between them: `a < Comparison<...>() > b` (see
+            # _COMPARISON_CLASS). It has the same precedence as the single operator.
             new = f"< Comparison<{list(_SWAPPED).index(old)}, {changes[0]}>() >"
         elif old.startswith("mem_flags"):
             new = "".join(f"chosen_damage(-1) == {n} ? {edits[n - 1][2]} : " for n in changes) + old
-        else:  # a barrier, which stays one expression. Its flags have changed already, so `end` is no longer its end.
+        else:  # a barrier: insert the choice before it. Its flags may be replaced already, so `end` is not its end.
             new, end = f"chosen_damage(-1) == {changes[0]} ? void() : ", start
         text = text[:start] + new + text[end:]
     return _COMPARISON_CLASS + text, numbers
 
 
-# `a < Comparison<0, 5>() > b` is `a < b`. With damage 5 it is `a <= b`, with damage 6 `a < -1 + b`. The first parameter
-# is the place of the operator in _SWAPPED. It is one definition, so that a kernel gets either all of it or nothing.
+# A comparison whose damage is selected at run time. `a < Comparison<0, 5>() > b` is `a < b`; with damage 5 it is `a <=
+# b`, and with damage 6 it is `a < -1 + b`. OPERATOR is the index of the operator in _SWAPPED. There is no blank line
+# inside, so that a kernel's header contains either all of these definitions or none.
 _COMPARISON_CLASS = """\
 extern "C" int chosen_damage(int);
 template <int OPERATOR, int DAMAGE> struct Comparison {};

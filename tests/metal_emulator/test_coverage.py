@@ -79,7 +79,7 @@ def test_union_over_runs_and_processes(ran, tmp_path):
 
 
 def test_where_no_lines_count(tmp_path, monkeypatch):
-    """A kernel counts no lines if the process has said so before, or if it is set aside."""
+    """The report has no executed lines of a kernel that ran after `count_lines(False)`, or inside `set_aside`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     body = named("uncounted.metal", BODY.replace("a0[i]", "a0[i] + 1.0f"))
     sample = Sample(body, [np.ones(32, np.float32)], [(32,)], (32, 1, 1), (32, 1, 1), header=named("math.metal", MATH))

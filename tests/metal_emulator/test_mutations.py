@@ -84,7 +84,8 @@ inline float counted(float x, int most, uint i) {
 
 
 def test_a_chosen_damage_is_the_damage():
-    """A damage that is chosen when the kernel runs has the results, or the finding, of the text with this damage."""
+    """If a damage is chosen when the kernel runs (`with_choice`), the kernel gives the same results, or the same
+    findings, as a kernel whose text contains only this damage."""
     body = "const uint i = thread_position_in_grid.x;\nthreadgroup float shared[64];\n"
     body += "out[i] = counted(exchanged(shared, i, x[i]), 3, i);"
     sample = samples.Sample(body, [np.arange(64) % 9 - 4.0], [(64,)], (64, 1, 1), (64, 1, 1), EVERY_KIND)
@@ -107,6 +108,6 @@ def test_a_chosen_damage_is_the_damage():
         results[what] = seen(wanted[what])
         with chosen(number):
             assert seen(text) == results[what], what
-    # Two pairs are the same: `weakened to mem_threadgroup` changes nothing here, because no thread reads device memory
-    # that another one writes, and `>` is `>= 1 +` for integers.
+    # Two damages have the same result as another entry. `weakened to mem_threadgroup` changes nothing, because no
+    # thread reads device memory that another one writes. And for integers `>` equals `>= 1 +`.
     assert len({str(result) for result in results.values()}) == len(results) - 2

@@ -3,26 +3,26 @@
 A threadgroup computes all steps of a few batch items in one direction and keeps the recurrent weights in its registers.
 MLX computes the products over all T * B rows. h and gates are stored in the dtype of the arrays, c in float32; all
 arithmetic is in float32. All results are lazy, so the engine also runs inside `mx.compile` and exports. It does not
-support a projection. Quantized recurrent weights stay quantized; a kernel that multiplies 8 x 8 matrices gets
-dequantized weights instead. A cell written by the user runs through the same launches with a generated struct; its
-kernels in lanes have shaders of their own.
+support a projection. Quantized recurrent weights stay quantized, except in kernels that multiply 8 x 8 matrices; these
+get dequantized weights. A cell written by the user runs through the same launches, with a generated struct. If its
+product is computed in lanes, its kernels use separate shaders.
 
 What the names in this file mean:
 
 - T, B, D, H: time steps, batch items, directions, hidden units. G: the gates of the cell. C: its states besides h
 - problem: the sizes and options of a call, without its arrays. arrays: the arrays of the call, by name
-- pass, sweep: the steps "forward" or "backward" through time. A `Sweep` has the launches of one pass
-- names, present: the names of the arrays that the call, or a launch, has. A kernel is built for them; an array that is
-  not present is `absent` in its source
+- pass: all steps of time, forward or backward. sweep: "forward" or "backward"; a `Sweep` has the launches of one pass
+- names, present: the names of the arrays that the call, or a launch, has. In the source of a kernel, an array that is
+  not present is `absent`
 - lane: one of the 32 threads of a simdgroup. A product is computed "in lanes" (each lane multiplies a part of the
   weights) or with 8 x 8 matrices, which are for wide batches
 - tiling: how a pass is divided among threads. units, rows: the hidden units of a group of lanes, the batch items of a
   threadgroup
-- packing: how weights are quantized, or None
+- packing: the format of quantized weights, or None
 - mask, keep: factors on h in the recurrent product, and on all states before a step
 - cotangent: the gradient that the caller gives for an output
 - q: the recurrent product of a GRU's candidate gate, which the backward steps of some GRUs read
-- from kernel.py: `prepare` returns a launch; `contiguous` an array in row-major order, which no launch need copy;
+- from kernel.py: `prepare` returns a launch; `contiguous` an array in row-major order, which launches do not copy;
   `constant` a cached array of a few numbers; `struct_of` the source of the struct `a` in which a kernel gets its
   arrays; `numbers_of` an LSTM's forget bias and limits; `cell_number` the options of a cell as bits, OPTIONS in Metal
 """
@@ -68,9 +68,9 @@ SWEEPS = ("forward", "backward")
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Run the forward pass. Return h [T, B, D H], gates [T, B, D K H] (K: the numbers per unit that the backward pass
-    reads, mostly the gates) and hT [B, D H]; with C > 0 states besides h also c [T, B, D C H] and cT [B, D C H], both
-    in float32. Gates are returned only in training or if the caller asks for them."""
+    """Run the forward pass. Return h [T, B, D H] and hT [B, D H]. If the cell has C > 0 states besides h, also return c
+    [T, B, D C H] and cT [B, D C H] in float32. In training, or if the caller asks for them, also return gates [T, B, D
+    K H]: the K numbers per unit that the backward pass reads, mostly the gates."""
     if runs_apart(problem):
         return join([forward(one_direction(problem, d), part(arrays, d)) for d in range(2)])
     cell = problem.cell
@@ -86,12 +86,13 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     for name in ("h0", "c0", "lengths"):
         if name in arrays:
             inputs[name] = arrays[name]
-    # In float32, as chunks pass it and as later launches get it (cT), so that one kernel reads all of them.
+    # Always in float32, because chunks of time and later launches pass c in float32 (cT). So one kernel can read each
+    # of them.
     if "c0" in inputs and isinstance(cell, PointwiseCell):
         inputs["c0"] = arrays["c0"].astype(mx.float32)
     # z: the input's part of the preactivations. If several launches read it, it is made contiguous for them.
     inputs["z"] = project(problem, arrays, launches=len(sweep.parts))
-    if cell.recurrent:  # a caller of many single steps passes `arranged`, which it made once
+    if cell.recurrent:  # a caller of many single steps computes `arranged` once and passes it
         inputs["arranged"] = arrays["arranged"] if "arranged" in arrays else arranged(problem, arrays, sweep)
     results = run(problem, sweep.parts, inputs, {"hT": "h0", "cT": "c0"})
     # No launch writes the gates of a cell that saves no numbers; the caller gets an empty array.
@@ -101,20 +102,20 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def runs_apart(problem: Problem) -> bool:
-    """Return whether both directions run one after the other, each in launches of its own. This is so for a user's cell
-    with a small H. The trial run of its kernels has one direction, because the float64 reference computes one. MLX
-    binds an array of fewer than 8 elements in another address space, which changes the kernel's source. With H < 8 the
-    arrays of one direction may be that small while those of both are not; so the trial would run other kernels than the
-    call."""
+    """Return whether both directions run one after the other, each in separate launches. This is so for a user's cell
+    with H < 8. The reason is the trial run of its kernels, which has one direction, because the float64 reference
+    computes one. MLX binds an array of fewer than 8 elements in another address space, which changes the kernel's
+    source. With H < 8 an array of one direction may be that small, while the array of both directions is not. Then the
+    trial run would test another kernel than the call uses."""
     return problem.bidirectional and isinstance(problem.cell, PointwiseCell) and problem.H < 8
 
 
 def arranged(problem: Problem, arrays: Arrays, sweep: "Sweep | None" = None) -> mx.array:
     """Return the recurrent weights in the order in which the lanes of the forward pass read them. A caller that runs
-    many steps one at a time passes the result to `forward` as the array `arranged`. sweep: the launches of the forward
-    pass, or None to build them."""
+    many single steps calls this function once, and passes the result to `forward` as the array `arranged`. sweep: the
+    launches of the forward pass, or None to build them."""
     dtype = arrays["x"].dtype
-    # False: the order of the weights does not depend on whether the mask differs from step to step.
+    # False stands for "all steps share one mask". The order of the weights does not depend on it.
     sweep = forward_sweep(problem, dtype, tuple(arrays), False) if sweep is None else sweep
     if sweep.quantized:
         scales, biases = scales_of(arrays, "Wh", dtype)
@@ -130,11 +131,11 @@ def arranged(problem: Problem, arrays: Arrays, sweep: "Sweep | None" = None) -> 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
     """Run the backward pass. Return the gradients of all arrays, by name.
 
-    saved: the outputs of the forward pass. cotangents: the gradients of some outputs, with the keys h, c, gates, hT,
-    cT. If the gates were not saved, the forward pass runs again to compute them. MLX computes some arrays before the
-    backward steps, for all steps at once: h_in (the input of the recurrent product), q (the recurrent product of a
-    GRU's candidate), and the normalised numbers (`of_norms`). After the steps it computes the gradients of the weights
-    as products over all steps.
+    saved: the outputs of the forward pass. cotangents: the gradients that the caller gives for some outputs, with the
+    keys h, c, gates, hT, cT. If the gates were not saved, the forward pass runs again to compute them. Before the
+    backward steps MLX computes some arrays for all steps at once: h_in (the input of the recurrent product), q (the
+    recurrent product of a GRU's candidate), and the normalised numbers (`of_norms`). After the steps it computes the
+    gradients of the weights as products over all steps.
     """
     cell = problem.cell
     if saved.get("gates") is None and cell.reads_kept:
@@ -146,10 +147,10 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     differ = mask is not None and mask.shape[0] > 1
     sweep = backward_sweep(problem, saved["h"].dtype, tuple(arrays), differ, tuple(cotangents))
     inputs = backward_inputs(problem, arrays, saved, cotangents, sweep) | {"mask": mask}
-    operand: Arrays = {}  # h_in, if something below is computed from it: weight gradients, q, or the norms' numbers
+    operand: Arrays = {}  # h_in, if weight gradients, q or the norms' numbers are computed from it below
     if sweep.few or sweep.takes_product or norms.of_product(cell):
         operand = recurrent_input(problem, arrays, saved["h"], mask)
-    of_norms: Arrays = {}  # what the norms of the backward steps read
+    of_norms: Arrays = {}  # the arrays that the norms of the backward steps read
     if cell.norm is not None:
         of_norms = norms.numbers_before_sweep(problem, arrays, saved, operand.get("h_in"))
         inputs |= norms.inputs_of(problem, arrays) | of_norms
@@ -170,10 +171,11 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 def backward_inputs(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, sweep: "Sweep") -> Inputs:
-    """Return the arrays of the caller and of the forward pass (`saved`) that the launches of a backward pass read,
-    apart from the mask, the weights and what norms read. A cotangent has the name of its output with a d before it.
-    sweep: the launches. numbers: an LSTM's limits. The caller's options are made contiguous here; `backward` does
-    the same with the other arrays if several launches read them, which would copy them again and again."""
+    """Return the arrays that the launches of a backward pass read, apart from the mask, the weights, and the arrays of
+    norms. They are arrays of the call, outputs of the forward pass (`saved`) and cotangents. A cotangent has the name
+    of its output with a d before it. sweep: the launches. numbers: an LSTM's limits. Optional arrays of the call are
+    made contiguous here. `backward` does the same with other arrays if several launches read them, because each launch
+    would copy an array that is not contiguous."""
     cell = problem.cell
     inputs: Inputs = {name: saved[name] for name in states_of(cell)}
     if cell.reads_kept and cell.kept:
@@ -193,17 +195,17 @@ def backward_inputs(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
 
 
 def states_of(cell: AnyCell) -> tuple[str, ...]:
-    """Return the names of the states that the backward steps of a cell read: h, if they read it, and c, which stands
-    for all states besides h."""
+    """Return the names of the arrays of states that the backward steps of a cell read: "h", if they read h, and "c",
+    which holds all states besides h, if there are any."""
     return (("h",) if cell.reads_h else ()) + (("c",) if cell.carried else ())
 
 
 class Part(NamedTuple):
-    """One launch of a forward or backward pass, which runs some of its steps.
+    """One launch of a forward or backward pass. It runs a range of the steps.
 
-    launch: called with the list of its input arrays, it returns the list of its outputs. sizes: seven integers: its
-    first step, the step after its last one, T, B, D, whether the only direction is reverse, and whether each step has
-    its own mask. inputs, outputs: the names of its arrays, in order.
+    launch: a function from the list of its input arrays to the list of its outputs. sizes: an input array of seven
+    integers: the first step, the step after the last one, T, B, D, whether the only direction is reverse, and whether
+    each step has its own mask. inputs, outputs: the names of the input and output arrays, in order.
     """
 
     launch: Launch
@@ -213,15 +215,14 @@ class Part(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """The launches of a forward or backward pass. First `arrange` copies Wh into the order in which lanes read it.
-    Then the launches `parts` follow; each of them runs a range of the time steps. A backward pass begins with the
-    last steps. A cell without Wh has no `arrange`.
+    """The launches of a forward or backward pass. First the launch `arrange` copies Wh into the order in which lanes
+    read it; for a cell without Wh it is None. Then the launches `parts` follow, each of which runs a range of the time
+    steps. A backward pass begins with the last steps.
 
-    options: the names of the caller's arrays that the launches read as contiguous arrays. numbers: the array of an
-    LSTM's forget bias and limits, if the launches read it. quantized: whether the launches read quantized weights. few:
-    whether one product per weight computes its gradient after the backward steps, for both directions at once
-    (`is_plain`); for rare options more products are needed. takes_product: whether the backward steps read q, the
-    recurrent product of a GRU's candidate.
+    options: the names of the optional arrays of the call that the launches read. numbers: the array of an LSTM's forget
+    bias and limits, if the launches read it. quantized: whether the launches read quantized weights. few: whether the
+    weight gradients after the backward steps take one product per weight for both directions (`is_plain`); rare options
+    need more products. takes_product: whether the backward steps read q, the recurrent product of a GRU's candidate.
     """
 
     arrange: Launch | None
@@ -234,9 +235,9 @@ class Sweep(NamedTuple):
 
 
 def run(problem: Problem, parts: tuple[Part, ...], inputs: Inputs, carried: dict[str, str]) -> Arrays:
-    """Run the launches `parts` of a pass, one after the other, and return the results of the whole pass: sequences,
-    joined from those of all launches, and for the names in `carried` the results of the last launch. carried: which
-    result of a launch is an input of the next launch, from the result's name to the input's name (hT is its h0)."""
+    """Run the launches `parts` of a pass, one after the other, and return the results of the whole pass by name. A
+    sequence is joined from the sequences of all launches. carried: {result of a launch: input of the next launch}; for
+    example, hT becomes h0. These results are returned as the last launch wrote them."""
     pieces: list[Arrays] = []
     for each in parts:
         inputs["sizes"] = each.sizes
@@ -247,7 +248,7 @@ def run(problem: Problem, parts: tuple[Part, ...], inputs: Inputs, carried: dict
                 inputs[as_input] = pieces[-1][name]
     results = pieces[-1]
     if len(pieces) > 1:
-        in_order = pieces[::-1] if "dh0" in results else pieces  # the order of the forward steps
+        in_order = pieces[::-1] if "dh0" in results else pieces  # in the order of the forward steps
         for name in results:
             if name not in carried:
                 results[name] = joined(problem, [piece[name] for piece in in_order])
@@ -255,9 +256,9 @@ def run(problem: Problem, parts: tuple[Part, ...], inputs: Inputs, carried: dict
 
 
 def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
-    """Return the whole sequence, joined from the pieces that the launches of a pass returned. `pieces` are in the order
-    of the forward steps. In a reverse direction this is the reverse of the order of time, so its pieces are joined in
-    the opposite order. `half` takes one direction's half of the last axis."""
+    """Return a whole sequence, joined from the pieces that the launches of a pass returned. pieces: the parts of the
+    sequence in the order of the forward steps. A reverse direction processes time backward, so there the pieces are
+    joined in the opposite order. `half` takes one direction's half of the last axis."""
     if problem.bidirectional:
         forward, reverse = ([half(piece, d) for piece in pieces] for d in range(2))
         return mx.concatenate([mx.concatenate(forward), mx.concatenate(reverse[::-1])], axis=-1)
@@ -267,23 +268,25 @@ def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
 # --- Launches ---
 
 LAUNCH_CYCLES = 0.02 * 1.278e9
-"""The longest predicted time of a launch in GPU cycles: 20 ms at the clock of an M1. MLX puts 40 to 50 operations into
-one command buffer, and macOS ends a command buffer that keeps the GPU from the display for too long."""
+"""The longest time that a launch may take by our prediction, in GPU cycles: 20 ms at the clock of an M1. MLX puts 40 to
+50 operations into one command buffer, and macOS ends a command buffer that keeps the GPU from the display for too
+long."""
 
 VECTOR = "PackedVector<FIELD, GROUP, BIASED>"
-"""The Metal type in which lanes read quantized weights; `packing_template` says what its template arguments are."""
+"""The Metal type in which lanes read quantized weights. `packing_template` returns its template arguments."""
 
 LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
-"""The shader files of the product in lanes (each lane multiplies a part of the weights), and the additional files for
-quantized weights."""
+"""LANE_FILES: the shader files for a product in lanes, in which each lane multiplies a part of the weights.
+QUANTIZED_FILES: the additional files for quantized weights."""
 
 NORM_FILES = ("norm", "fused_norm")
 OWN_NORM_FILES = (*NORM_FILES, "fused_norm_own")
-"""The additional shader files of a cell with layer normalisation, and of such a cell of the user's own."""
+"""NORM_FILES: the additional shader files for a built-in cell with layer normalisation. OWN_NORM_FILES: those for a
+user's cell with layer normalisation."""
 
 ARRANGE_FILES = ("fused_matrix", "fused_arrange")
-"""The shader files of the launches that copy weights into the order in which lanes read them. They serve the product
-in lanes and the product of 8 x 8 matrices."""
+"""The additional shader files of the launches that copy weights into the order in which lanes read them, for products
+in lanes and for products of 8 x 8 matrices."""
 
 INPUTS = {
     "forward": (
@@ -295,15 +298,15 @@ INPUTS = {
         *("dh", "dc", "q", "dgates", "dhT", "dcT", "sizes", "numbers"),
     ),
 }
-"""The arrays that the shader of the forward and of the backward pass can read, in the order of its fields."""
+"""The names of the arrays that the shader of each pass can read, in the order of the fields of its struct of arrays."""
 
 
 @cached
 def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool) -> Sweep:
     """Return the launches of the forward pass for a call whose arrays have these names. masks_differ: whether each step
-    has its own mask. there: whether a launch has each of its arrays; present: the names of those that it has; later:
-    the same for all launches but the first, which get the states that the launch before returned. bare: the problem,
-    without its packing if the launches read dequantized weights."""
+    has its own mask. there: {array of a launch: whether the launch has it}. present: the names of the arrays that the
+    first launch has. later: those of the other launches, which also get the states that the launch before returned.
+    bare: the problem, without its packing if the launches read dequantized weights."""
     bare, cell = readable(problem, names, dtype), problem.cell
     there = {name: name in names for name in ("h0", "c0", "lengths")}
     # The mask on h includes `keep`. numbers: the forget bias and limits, which only an LSTM has.
@@ -325,14 +328,14 @@ def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], mas
 def backward_sweep(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, cotangents: tuple[str, ...]
 ) -> Sweep:
-    """Return the launches of the backward pass for a call whose arrays and cotangents have these names. The first one
-    runs the last steps. masks_differ: whether each step has its own mask. few: whether few launches can compute the
-    weight gradients afterwards. product: whether the steps read q, the recurrent product of a GRU's candidate. saves_d:
-    whether the kernel also writes d_out, the gradients of the recurrent products, which in such a GRU differ from dz,
-    those of the preactivations. If it does not, `gradients_after_sweep` computes them from dz and r. there: whether a
-    launch has each of its arrays (numbers: a clip of c that stops gradients needs its limit); present: the names of
-    those that the first launch has; later: the same for the others, which get the gradients of the states (dhT, dcT)
-    from the launch before."""
+    """Return the launches of the backward pass for a call whose arrays and cotangents have these names. The first
+    launch runs the last steps. masks_differ: whether each step has its own mask. few: whether few launches can compute
+    the weight gradients afterwards. product: whether the steps read q, the recurrent product of a GRU's candidate.
+    saves_d: whether the kernel also writes d_out, the gradients of the recurrent products. In a GRU that reads q they
+    differ from dz, the gradients of the preactivations. Without d_out `gradients_after_sweep` computes them from dz and
+    r. there: {array of a launch: whether the launch has it}; the array numbers is there if a clip of c stops gradients,
+    because the kernel then needs its limit. present: the names of the arrays that the first launch has. later: those of
+    the other launches, which also get the gradients of the states (dhT, dcT) from the launch before."""
     cell, bare = problem.cell, readable(problem)
     few, product = is_plain(problem, names) and not isinstance(cell, PointwiseCell), takes_product(cell)
     saves_d = product and (few or norms.of_product(cell))
@@ -355,22 +358,23 @@ def backward_sweep(
 
 
 def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
-    """Return the names in `names` of the optional arrays that the kernels of both passes read: peephole, bhn (a
-    GRU's bias of the candidate's recurrent product), inputs and params (of a user's cell) and keep (factors on the
-    states). A plain RNN does not read `keep`: its only state is h, and the mask on h already includes `keep`."""
+    """Return the names of the optional arrays that the kernels of both passes read, as far as they are in `names`:
+    peephole, bhn (a GRU's bias of the candidate's recurrent product), inputs and params (of a user's cell) and keep
+    (factors on the states). A plain RNN does not read keep: its only state is h, and the mask on h already includes
+    keep."""
     options = ("peephole", "bhn", "inputs", "params", *(() if problem.cell.op == "rnn" else ("keep",)))
     return tuple(name for name in options if name in names)
 
 
 def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx.float32) -> Problem:
-    """Return the problem, but without its packing if the forward kernels do not read quantized weights. They then
-    get weights that are dequantized once per pass. Without `names` the result is for a backward pass, which never reads
-    quantized weights.
+    """Return the problem, but without its packing if the kernels of a pass cannot read quantized weights. They then get
+    weights that are dequantized once per pass. names, dtype: the names and the dtype of the arrays of a forward pass.
+    Without `names` the result is for a backward pass, which never reads quantized weights.
 
-    The kernel that multiplies 8 x 8 matrices cannot read quantized weights. It is used for float32 arrays, because
-    it is predicted to take a half to four fifths of the time of a kernel that reads quantized weights. For 16-bit
-    arrays dequantized weights would be rounded, so these arrays use the product in lanes, which reads quantized
-    weights.
+    A kernel that multiplies 8 x 8 matrices cannot read quantized weights. For float32 arrays it is used nevertheless:
+    with dequantized weights it takes, by our prediction, a half to four fifths of the time of a kernel that reads
+    quantized weights. For 16-bit arrays dequantizing would round the weights. So these arrays use the product in lanes,
+    which reads quantized weights.
     """
     if problem.packing is None:
         return problem
@@ -385,10 +389,10 @@ def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]
     long. Return, for each launch in the order of processing, the number of its steps and its input array `sizes`. Both
     passes are divided into the same launches. masks_differ: whether each step has its own mask.
 
-    A launch has as many steps as are predicted to take LAUNCH_CYCLES in the slower of the two passes, and at most
-    `limits.launch_steps`. groups: for each pass its tiling and the number of its threadgroups.
+    A launch has so many steps that it takes, by our prediction, at most LAUNCH_CYCLES in the slower of the two passes.
+    It has at most `limits.launch_steps` steps. groups: for each pass its tiling and the number of its threadgroups.
     """
-    # `sizes` has fewer than 8 elements, so that MLX binds it in constant memory.
+    # `sizes` has fewer than 8 elements, because MLX then binds it in Metal's address space `constant`.
     tilings = [tiling_of(sweep, problem, problem.dtype) for sweep in SWEEPS]
     T, B, D, size = problem.T, problem.B, problem.directions, problem.dtype.size
     groups = [(tiling, D * -(-B // tiling.rows)) for tiling in tilings]
@@ -401,10 +405,10 @@ def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]
 
 def index_of(problem: Problem) -> mx.Dtype:
     """Return the dtype that kernels use for indices into a launch's arrays: 64 bits if the largest array has too many
-    elements for 32 bits. An array [T, B, D n H] has n blocks of H numbers, such as one for each gate; the largest array
-    is the one with most blocks."""
+    elements for 32 bits. An array [T, B, D n H] has n blocks of H numbers, for example one block for each gate. The
+    largest array is the one with the most blocks."""
     cell = problem.cell
-    # carry has a block for each state, h included: carried + 1.
+    # The output carry has a block for each state: h and the `carried` others.
     blocks = max(cell.gates, cell.kept, cell.gradients, cell.inputs, cell.carried + 1)
     elements = problem.T * problem.B * problem.directions * blocks * problem.H
     return mx.uint32 if elements < problem.limits.index else mx.uint64
@@ -414,15 +418,15 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
     """Return the shape and dtype of each output of the kernel of a pass, in the order of the kernel's struct of
     arrays. An entry is None if the launch does not write this output.
 
-    keep: whether the call has the option `keep`. saves_d: whether the backward pass writes d_out. steps: the time steps
-    of the launch. `array` returns the shape of an array with `blocks` numbers per unit and the axes `lead` before them.
-    The backward pass writes gradients:
+    keep: whether the call has the option `keep`. saves_d: whether the backward pass writes d_out. steps: the number of
+    time steps of the launch. The function `array` returns the shape and dtype of an array with the axes `lead` and then
+    `blocks` numbers per unit, or None for 0 blocks. The outputs of the backward pass are gradients:
 
-    - dz, d_out: of the preactivations, and of the recurrent products, if they differ
+    - dz: of the preactivations. d_out: of the recurrent products, if these gradients differ from dz
     - carry [steps, B, D N H], with `keep`: of the N states, without the part through the recurrent product
-    - d_product, d_norm_c: of what the norm of the products gets, and of the result of the norm of c
-    - du, dw: of the inputs and parameters of a user's cell; dw [threadgroups, D V H] has the sum over the batch items
-      of each threadgroup, which MLX sums up
+    - d_product: of the numbers that the norm of the products gets. d_norm_c: of the result of the norm of c
+    - du, dw: of the inputs and of the parameters of a user's cell. dw [threadgroups, D V H] has one sum over batch
+      items for each threadgroup; MLX adds up these sums later
     """
     B, H, D, cell = problem.B, problem.H, problem.directions, problem.cell
 
@@ -448,12 +452,13 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
 
 
 class Shader(NamedTuple):
-    """What the source of a kernel needs for a cell.
+    """The parts of a kernel's source that depend on the cell.
 
-    struct: the Metal type of the cell, the first template argument of a shader: "LSTMCell<OPTIONS>", or "Own" for a
-    cell that a user wrote. files: the shader files that define it, such as "cell_lstm". own: the generated source of
-    the struct of a user's cell; "" for a built-in cell, whose struct is in a file. name: how the kernel's name begins:
-    "lstm", or for a user's cell a hash of its source.
+    struct: the Metal type of the cell, which is the first template argument of a shader: for example
+    "LSTMCell<OPTIONS>", or "Own" for a cell written by the user. files: the shader files that the struct needs, such as
+    "cell_lstm". own: the generated source of the struct of a user's cell; "" for a built-in cell, whose struct is in a
+    file. name: the beginning of the kernel's name: for example "lstm", or for a user's cell a name with a hash of its
+    source.
     """
 
     struct: str
@@ -463,9 +468,9 @@ class Shader(NamedTuple):
 
 
 def shader_of(cell: AnyCell, lanes: bool, computes: bool = True) -> Shader:
-    """Return what the source of a kernel needs for a cell. lanes: whether the product is in lanes, which share the work
-    on a unit; a struct `Lanes<Cell>` then says how. computes: whether the kernel computes steps; one that only moves
-    weights needs less generated source."""
+    """Return the parts of a kernel's source that depend on the cell. lanes: whether the product is computed in lanes;
+    then lanes also share the other work on a unit, and the struct `Lanes<Cell>` says how. computes: whether the kernel
+    computes steps; a kernel that only copies weights needs less generated source."""
     if isinstance(cell, PointwiseCell):
         own = lanes_text(cell, computes) if lanes else struct_text(cell)
         files = (*LANE_FILES, "pointwise") if lanes else ("pointwise",)
@@ -489,10 +494,10 @@ def prepared_part(
     d_out.
 
     The kernel's body declares the struct of its arrays and the threadgroup memory `vectors`, and calls the shader with
-    its template arguments: the cell's struct, H, and how the work is divided. options, template: constants that the
-    source declares before the body; `arguments` are those of them that the shader takes, in order. files: the shader
-    files that the source needs. INPUTS: all arrays that the pass's shader can read. OPTIONS: the cell's options as
-    bits. UNITS, ROWS, RESIDENT, VECTORS: the fields of `FusedTiling` with these names. S: the dtype."""
+    template arguments: the cell's struct, H, and how the work is divided. options, template: the constants that the
+    source declares before the body. arguments: the template arguments of the shader, in order. files: the shader files
+    that the source needs. OPTIONS: the cell's options as bits. UNITS, ROWS, RESIDENT, VECTORS: the fields of
+    `FusedTiling` with these names. S: the dtype."""
     has_norm = problem.cell.norm is not None
     inputs = {name: name in present for name in (*INPUTS[sweep], *(norms.READ[sweep] if has_norm else ()))}
     outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)
@@ -528,17 +533,17 @@ def prepared_part(
 
 
 def packing_template(problem: Problem) -> Template:
-    """Return the template arguments that say how weights are quantized. FIELD: the bits that a weight takes where lanes
-    read it. GROUP: how many neighbouring weights of a row share a scale. BIASED: whether they share a bias, too. A
-    problem without quantized weights gets numbers that no kernel uses."""
+    """Return the template arguments for the format of quantized weights. FIELD: how many bits a weight takes in the
+    copy that lanes read. GROUP: how many neighbouring weights of a row share a scale. BIASED: whether they also share a
+    bias. For a problem without quantized weights the numbers are not used."""
     packing = problem.packing or Packing(1, 32, "")
     return {"FIELD": field_of(packing), "GROUP": packing.group_size, "BIASED": packing.mode == "affine"}
 
 
 def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
-    """Return Wh, copied into the order in which lanes (threads of a simdgroup) read it. The axes of the result are:
-    directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 weights of a vector. sweep: "forward"
-    or "backward", which read them in different orders."""
+    """Return a copy of Wh in the order in which lanes (threads of a simdgroup) read it. The axes of the result are:
+    directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 weights of a vector. sweep: the pass,
+    "forward" or "backward"; the two passes read the weights in different orders."""
     launch = arrange_launch(sweep, problem, Wh.dtype)
     assert launch is not None
     return launch(inputs=[Wh])[0]
@@ -546,15 +551,15 @@ def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
 
 @cached
 def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch | None:
-    """Return the launch that copies the weights of a forward or backward pass into the order in which lanes read
-    them. Return None if the cell has none. sweep: "forward" or "backward". The launch has one thread for each vector of
-    4 weights. UNITS: the units of a group of lanes. BACK, MATRICES: whether the order is that of the backward pass, and
-    of products of 8 x 8 matrices. S: the dtype. OPTIONS has only the bits on which the order depends, so that cells
-    with other activations share the kernel."""
+    """Return the launch that copies the weights Wh into the order in which lanes read them in a pass ("forward" or
+    "backward"). Return None if the cell has no Wh. The launch has one thread for each vector of 4 weights. Its template
+    arguments are: UNITS, how many units share a group of lanes; BACK, whether the order is that of the backward pass;
+    MATRICES, whether it is that of products of 8 x 8 matrices; S, the dtype. OPTIONS has only the bits on which the
+    order depends, so that cells with different activations share this kernel."""
     if not problem.cell.recurrent:
         return None
     D, tiling = problem.directions, tiling_of(sweep, problem, dtype)
-    # lanes=True also for MATRICES: the shader serves both orders, and names the struct of the product in lanes.
+    # lanes=True also for MATRICES, because the shader has code for both orders, and this code names the struct `Lanes`.
     struct, files, own, name = shader_of(problem.cell, lanes=True, computes=False)
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), dtype)}
     template: Template = {"UNITS": 1 if tiling.matrices else tiling.units}
@@ -576,9 +581,9 @@ def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype)
     """Return the launch that copies quantized weights into the order in which lanes read them. The axes of the copy
     are: directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 words of a vector. A word has 32
     bits. The words of a lane hold its weights and, behind the weights of each quantization group, the group's scale and
-    bias. names: the call's arrays. UNITS: the units of a group of lanes. COUNT: the vectors of a lane. BITS: the bits
-    of a weight as `mx.quantize` packs it; FIELD: those that it takes in the copy. S: the dtype of the scales. VECTOR
-    tells the shader how to read the words."""
+    bias. names: the names of the call's arrays. The template arguments are: UNITS, how many units share a group of
+    lanes; COUNT, the vectors of a lane; BITS, the bits of a weight in the format of `mx.quantize`; FIELD, its bits in
+    the copy; S, the dtype of the scales; VECTOR, the type of a vector of 4 words."""
     D, tiling = problem.directions, tiling_of("forward", problem, dtype)
     struct, files, own, name = shader_of(problem.cell, lanes=True, computes=False)
     inputs = {"Wh": True, "Wh_scales": True, "Wh_biases": "Wh_biases" in names}
@@ -598,8 +603,8 @@ def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype)
 # --- Tiling ---
 
 REGISTERS = {384: 128, 448: 116, 512: 104, 576: 92, 640: 80, 704: 72, 768: 68, 832: 60, 896: 56, 1024: 52}
-"""How many 32-bit registers each thread can have, by the largest number of threads of a threadgroup. These numbers are
-published for the M1."""
+"""{threads of a threadgroup, at most: how many 32-bit registers each of them can have}. These numbers are published for
+the M1."""
 
 WORKING_REGISTERS = {
     ("lstm", "forward"): {1: 44, 2: 64, 8: 62},
@@ -611,57 +616,61 @@ WORKING_REGISTERS = {
     ("pointwise", "forward"): {1: 44, 2: 64, 4: 92, 8: 62},
     ("pointwise", "backward"): {1: 48, 2: 68, 4: 108, 8: 74},
 }
-"""The number of registers that a thread needs besides its resident weights, by cell, pass and batch items of a
-threadgroup (8: it multiplies 8 x 8 matrices). They hold sums, operands, loaded weights, states and indices. The
-numbers come from machine code that Mesa's compiler generates for the M1, at H = 96 to 256. Apple's compiler may
-differ. A user's cell needs more registers for its states, inputs, gates and parameters: see `own_registers`."""
+"""{(op of a cell, pass): {batch items of a threadgroup: how many registers a thread needs}}. With 8 batch items the
+kernel multiplies 8 x 8 matrices. These registers hold sums, operands, loaded weights, states and indices, but not the
+weights that stay in registers for all steps. The numbers come from machine code that Mesa's compiler generates for the
+M1, at H = 96 to 256. Apple's compiler may need other numbers. A user's cell needs more registers, which `own_registers`
+counts."""
 
 PACKED_REGISTERS = {1: 12, 2: 20, 4: 40}
-"""The number of additional registers of a thread if weights are quantized, by batch items of a threadgroup. They
-hold loaded values and sums of x. The numbers come from the same source as WORKING_REGISTERS."""
+"""{batch items of a threadgroup: how many more registers a thread needs if weights are quantized}. They hold loaded
+values and sums of the operand. The numbers come from machine code that Mesa's compiler generates for the M1."""
 
 OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4, "norm_eps": 8, "norm_c_r": 8}
-"""The number of additional registers of a thread for each optional input. The numbers come from the same source as
-WORKING_REGISTERS."""
+"""{name of an optional input: how many more registers a thread needs for it}. The numbers come from machine code that
+Mesa's compiler generates for the M1."""
 
 EACH_REGISTERS = 4
-"""The number of additional registers of a thread if each gate is normalised by itself. From the same source."""
+"""How many more registers a thread needs if each gate has its own norm, by machine code that Mesa's compiler generates
+for the M1."""
 
 WIDEST_MATRICES = {4: 192, 2: 224}
-"""The largest H for which 8 x 8 matrices are multiplied by default, by bytes per element. For larger H the registers
-of a thread do not suffice, and the kernel would spill some of them to memory."""
+"""{bytes per element: the largest H for which a kernel with 8 x 8 matrices is chosen by default}. For larger H a thread
+does not have enough registers, and the kernel would spill some of them to memory."""
 
 CYCLES = {"lanes": 0.018, "packed": 0.028, "matrices": 0.013}
-"""Cycles of a GPU core per weight and batch item of a step, for three kinds of products: "lanes" is the product in
-lanes, "packed" the product in lanes with quantized weights, "matrices" the product of 8 x 8 matrices. The numbers come
-from machine code that Mesa's compiler generates for the M1."""
+"""{kind of product: the cycles that a GPU core needs per weight and batch item of a step}. The kinds are "lanes" (the
+product in lanes), "packed" (the product in lanes with quantized weights) and "matrices" (the product of 8 x 8
+matrices). The numbers come from machine code that Mesa's compiler generates for the M1."""
 
 WAIT = 840
 """The assumed number of cycles that a threadgroup waits at each step, for a barrier and for the cell: 0.6 us."""
 
 REGISTER_BYTES, BYTES_PER_CYCLE = 208 * 1024, 32
-"""Published for the M1: the bytes of all registers of a GPU core, and the bytes that a core loads per cycle from its
-L2 cache."""
+"""REGISTER_BYTES: the size of all registers of a GPU core. BYTES_PER_CYCLE: how many bytes a core loads per cycle from
+the L2 cache. Both numbers are published for the M1."""
 
 SIMPLER = 1.05
-"""Predicted times are not exact. So the simplest division of work is chosen whose predicted time is at most this many
-times the shortest one. Fewer batch items per threadgroup are simpler."""
+"""The factor by which a predicted time may exceed the shortest predicted time. Predicted times are not exact, so the
+smallest number of batch items per threadgroup is chosen whose time is within this factor."""
 
 THREADGROUP_MEMORY = 60 * 1024
-"""Bytes of threadgroup memory in a GPU core, which its threadgroups share. About 60 KB by public measurements."""
+"""How many bytes of threadgroup memory a GPU core has, which its threadgroups share: about 60 KB by public
+measurements."""
 
 THREADGROUP_BYTES = 32768
 """Metal's limit on the memory of one threadgroup, in bytes."""
 
 
 class FusedTiling(NamedTuple):
-    """How `fused` divides a recurrence among threads.
+    """How the engine `fused` divides the work of a pass among threads.
 
-    matrices: whether the kernel multiplies 8 x 8 matrices. units: the number of hidden units that share a group of
-    lanes. rows, threads: the batch items and the threads of a threadgroup. vectors: how many buffers in threadgroup
-    memory hold the operand of the product (2: a double buffer). bytes: the size of these buffers. weights: how many
-    vectors of 4 weights a lane multiplies at each step. resident: how many of these vectors stay in registers.
-    resident_part: resident / weights. registers: the registers that a thread uses.
+    matrices: whether the kernel multiplies 8 x 8 matrices, else it multiplies in lanes. units: how many hidden units
+    share a group of lanes, which compute their products together. rows, threads: the batch items and the threads of a
+    threadgroup. vectors: how many buffers in threadgroup memory hold the operand of the product (2: a double buffer).
+    bytes: the size of the threadgroup memory. weights: how many vectors of 4 weights a lane multiplies at each step.
+    resident: how many of these vectors stay in registers. resident_part: resident / weights. registers: how many
+    registers a thread uses.
     """
 
     matrices: bool
@@ -677,9 +686,9 @@ class FusedTiling(NamedTuple):
 
 
 class LayerSize(NamedTuple):
-    """What the division of a layer among threads depends on. B: the batch items. H: the hidden units. itemsize: the
-    bytes of a number. directions: 1 or 2. cores: the number of GPU cores. packing: how the weights of a forward pass
-    are quantized, or None."""
+    """The sizes of a layer on which its division among threads depends. B: the batch items. H: the hidden units.
+    itemsize: the bytes of a number. directions: 1 or 2. cores: the number of GPU cores. packing: the format of the
+    quantized weights of a forward pass, or None."""
 
     cell: AnyCell
     B: int
@@ -693,14 +702,14 @@ class LayerSize(NamedTuple):
 def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | None = None) -> FusedTiling:
     """Return how one pass is divided among threads: batch items per threadgroup, weights in registers and so on.
 
-    more: how many more registers a thread needs for the call's optional inputs. cut: the batch items per threadgroup
-    and the registers to keep free, as a measurement chose them, or None to predict them. A lane reads weights in
-    vectors of four: four weights or, if they are quantized, four 32-bit words of packed weights.
+    more: how many registers a thread needs for the call's optional inputs. cut: the batch items per threadgroup and the
+    registers to keep free, if a measurement has chosen them, or None to predict them. A lane reads weights in vectors
+    of four: four weights or, if they are quantized, four 32-bit words.
 
-    -(-a // b) is a / b, rounded up. lanes: how many share a unit, 1 or 4. group: the lanes that share `units` units.
-    wanted: the batch items that a threadgroup shall have. lengths: see below. piece: so many terms of a sum are divided
-    among lanes at once. slots: how many rows of weights a lane works on. weights: how many vectors of four a lane has.
-    one, vectors: the bytes of one buffer, and whether there are two.
+    -(-a // b) is a / b, rounded up. lanes: how many lanes share a unit, 1 or 4. group: how many lanes share the product
+    of `units` units. wanted: how many batch items a threadgroup should have. piece: how many terms of a sum a group
+    multiplies at once. slots: how many rows of weights a lane works on. weights: how many vectors of four a lane has.
+    one: the bytes of one buffer; vectors: the number of buffers, 1 or 2.
     """
     cell, H, itemsize, packing = layer.cell, layer.H, layer.itemsize, layer.packing
     lanes, gates = lanes_of(cell), cell.gates
@@ -713,16 +722,17 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
         )  # fmt: skip
     wanted = cut.rows if cut else rows_for(layer)
     matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
-    # lengths: for each product of a step, how many terms one output sums. The first product backward of a GRU whose
-    # reset comes before the candidate's product has one gate (H terms), the second one two gates (2 H terms).
+    # lengths: for each product of a step, how many terms one result sums. In the backward pass a GRU whose reset comes
+    # before the candidate's product has two products: one for the candidate (H terms), one for two gates (2 H terms).
     lengths = [H, 2 * H] if backward and two_products(cell) else [gates * H if backward else H]
     if matrices:
         # A simdgroup has 8 units and 8 items. A vector of 4 weights covers 16 columns (two 8 x 8 matrices) of one gate.
         units, rows, threads, piece, slots = 8, 8, 32 * -(-H // 8), 8, 1 if backward else gates
         weights = -(-lengths[0] // 16) * slots
     else:
-        # A group of 8 lanes (backward 16, where a unit has only one row) shares the rows of its units. A lane
-        # takes 4 numbers of every `piece` of the operand, and multiplies them by the weights of all these rows.
+        # A group of 8 lanes shares the rows of weights of its units. In the backward pass a unit has only one row, so a
+        # group has 16 lanes. A lane takes 4 numbers of each `piece` of the operand, and multiplies them by the weights
+        # of all rows.
         group = 16 if backward and lanes > 1 else 8
         units, piece = group // lanes, 4 * group
         groups = -(-H // units)
@@ -735,13 +745,13 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
         if packing:
             span, weights = packed_share(packing, H, group, slots)
             lengths, itemsize = [span * group], 4
-            # If a lane has several quantization groups, it needs registers for the sums of one of them (the first
-            # term). If a step has two products, a few values stay in registers between them (the second term).
+            # First term: a lane with several quantization groups also needs registers for the sums of one group. Second
+            # term: with two products per step, a few values stay in registers between the products.
             more += slots * rows * (span > packing.group_size) + 8 * two_products(cell)
     one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
     vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2
-    # The free registers hold resident vectors of 4 weights. A register has 4 bytes, so such a vector takes as many
-    # registers as a weight has bytes; hence the division by itemsize.
+    # The free registers hold resident vectors of 4 weights. A register has 4 bytes, so a vector of 4 weights takes as
+    # many registers as a weight has bytes. So the number of registers is divided by itemsize.
     working = working_registers(cell, sweep, rows, packing is not None) + more
     resident = max(0, min(weights, (registers_of(threads) - working - (cut.spare if cut else 0)) // itemsize))
     used = working + resident * itemsize
@@ -750,14 +760,15 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
 
 
 def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
-    """Return (span, vectors): how many weights of one row a lane gets, and how many vectors of four words it gets for
-    all its rows together. lanes: how many lanes share each row of the quantized weights. slots: how many rows each lane
-    works on. metal/fused_quantized.metal computes the same numbers.
+    """Return how quantized weights are divided among lanes, as (span, vectors): how many weights of one row a lane
+    gets, and how many vectors of four words it gets for all its rows together. lanes: how many lanes share each row of
+    weights. slots: how many rows each lane works on. metal/fused_quantized.metal computes the same numbers.
 
-    span is H / lanes, rounded up to a power of two: the size of a quantization group (`group_size`) is one too, so a
-    lane's weights lie in one group or fill whole groups. It is at least 8, because lanes read eight weights at a time.
-    `-(-a // b)` is a / b, rounded up. A word has 32 bits; a weight takes `field_of(packing)` of them, 4 or 8. pieces:
-    how many groups a lane has of a row; each has a scale and, in mode affine, a bias, which take a word each.
+    span is H / lanes, rounded up to a power of two and to at least 8, because lanes read eight weights at a time. The
+    size of a quantization group (`group_size`) is a power of two, too. So a lane's weights lie in one group or fill
+    whole groups. `-(-a // b)` is a / b, rounded up. A word has 32 bits; a weight takes `field_of(packing)` of them, 4
+    or 8. pieces: how many groups of a row a lane has. Each group has a scale and, in mode affine, a bias; each takes
+    one word.
     """
     span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
     pieces = max(1, span // packing.group_size)
@@ -767,21 +778,21 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
 
 @lru_cache(4096)
 def rows_for(layer: LayerSize) -> int:
-    """Return how many batch items a threadgroup computes: 1, 2, 4 or 8. 8 means that it multiplies 8 x 8 matrices.
+    """Return how many batch items a threadgroup computes: 1, 2, 4 or 8. With 8 items it multiplies 8 x 8 matrices.
 
-    If a threadgroup computes more items, each weight that it loads serves more items. If it computes fewer, there are
-    more threadgroups, so that all cores have work. The result is the smallest number of items whose predicted time is
-    nearly the shortest (see SIMPLER). 8 items are a candidate if the cell and H fit, and if the threads of such
-    a threadgroup have enough registers; otherwise 4 are one. A cell without a recurrent product has no weights
+    With more items per threadgroup, each weight that is loaded serves more items. With fewer items there are more
+    threadgroups, so that all cores have work. The result is the smallest number of items whose predicted time is nearly
+    the shortest (see SIMPLER). The candidates are 1, 2 and 8 items, if 8 x 8 matrices support the cell and H and a
+    thread then has enough registers; otherwise they are 1, 2 and 4. A cell without a recurrent product has no weights
     to share, so 1 item is enough.
     """
     if not layer.cell.recurrent:
         return 1
-    # widest: the largest H for 8 x 8 matrices; a 16-bit weight takes fewer registers, so it is larger for them.
+    # widest: the largest H for 8 x 8 matrices. It is larger for 16-bit weights, because these take fewer registers.
     widest = WIDEST_MATRICES[layer.itemsize]
     fits = fits_matrices(layer.cell, layer.H) and widest >= layer.H
-    # At H = widest, in 4 * widest threads (32 for 8 units), an LSTM just has enough registers. So a thread needs at
-    # least as many as it has there, and those of a user's cell in addition.
+    # least: how many registers a thread must have. An LSTM with H = widest, which has 4 * widest threads (32 for 8
+    # units), has just enough registers. A user's cell needs some more.
     least = registers_of(4 * widest) + own_registers(layer.cell, rows=8)
     matrices = fits and layer.packing is None and registers_of(32 * -(-layer.H // 8)) >= least
     times = {rows: step_cycles(layer, rows) for rows in (1, 2, 8 if matrices else 4)}
@@ -789,9 +800,9 @@ def rows_for(layer: LayerSize) -> int:
 
 
 def step_cycles(layer: LayerSize, rows: int) -> float:
-    """Return the predicted cycles of a GPU core for one time step, forward and backward, if a threadgroup computes
-    `rows` batch items. Quantized weights have no backward pass, so only the forward pass is counted. groups: the number
-    of threadgroups. numbers: the quantized weights that a threadgroup multiplies, without padding."""
+    """Return the predicted cycles of a GPU core for one time step, forward and backward together, if a threadgroup
+    computes `rows` batch items. With quantized weights only the forward pass is counted. groups: the number of
+    threadgroups. numbers: how many quantized weights a threadgroup multiplies, without padding."""
     total = 0.0
     for backward in (False,) if layer.packing else (False, True):
         tiling = fused_tiling(layer, backward=backward, cut=Cut(rows))
@@ -804,17 +815,18 @@ def step_cycles(layer: LayerSize, rows: int) -> float:
 def pass_cycles(
     tiling: FusedTiling, groups: int, cores: int, itemsize: int, packing: Packing | None, numbers: int | None = None
 ) -> float:
-    """Return the predicted cycles of one time step of one pass, which `groups` threadgroups compute on `cores` GPU
-    cores. itemsize: the bytes of a weight. numbers: how many weights a threadgroup multiplies, or None for all that its
-    lanes hold, padding included.
+    """Return the predicted cycles of one time step of one pass. tiling: how the pass is divided among threads. groups:
+    the number of threadgroups. cores: the number of GPU cores. itemsize: the bytes of a weight. numbers: how many
+    weights a threadgroup multiplies, or None for all weights that its lanes hold, padding included.
 
-    The core that gets the most threadgroups determines the time. It runs as many threadgroups at the same time as fit
-    in its registers and in its threadgroup memory. While one threadgroup waits, another one computes.
+    The core with the most threadgroups determines the time. It runs as many threadgroups at the same time as fit in its
+    registers and in its threadgroup memory. While one threadgroup waits at a barrier, another one computes.
     """
     form = "matrices" if tiling.matrices else "packed" if packing else "lanes"
-    # held: the weights in the lanes of a threadgroup, in vectors of 4. loaded: the bytes read from memory at each step.
-    # work: the cycles of a step, limited by arithmetic (CYCLES per weight and item) or by these reads. each: the
-    # threadgroups of the busiest core. WAIT: the cycles that one waits at each step.
+    # held: how many weights the lanes of a threadgroup hold, padding included. loaded: how many bytes a threadgroup
+    # reads from memory at each step. work: the cycles of a step of one threadgroup, limited by arithmetic (CYCLES per
+    # weight and item) or by these reads. each: the threadgroups of the core with the most threadgroups. WAIT: the
+    # cycles that a threadgroup waits at each step.
     held = 4 * tiling.threads * tiling.weights
     loaded = held * (4 if packing else itemsize) * (1 - tiling.resident_part)
     work = max(CYCLES[form] * (numbers or held) * tiling.rows, loaded / BYTES_PER_CYCLE)
@@ -823,34 +835,35 @@ def pass_cycles(
 
 
 def groups_at_once(tiling: FusedTiling) -> int:
-    """Return how many threadgroups a core runs at the same time: as many as fit in its registers and in its threadgroup
-    memory."""
+    """Return how many threadgroups a GPU core runs at the same time: as many as fit in its registers and in its
+    threadgroup memory, but at least 1."""
     by_registers = REGISTER_BYTES // (4 * tiling.registers * tiling.threads)
     return max(1, min(by_registers, THREADGROUP_MEMORY // tiling.bytes))
 
 
 def rows_of(cell: AnyCell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
     """Return how many batch items a threadgroup of `threads` threads computes if it multiplies in lanes: `wanted`, or
-    fewer if the registers do not suffice for that many. sweep: "forward" or "backward". packed: whether the weights are
-    quantized. The possible numbers are those in the table WORKING_REGISTERS."""
+    fewer if a thread does not have enough registers. sweep: the pass, "forward" or "backward". packed: whether the
+    weights are quantized. The table WORKING_REGISTERS has the possible numbers."""
     most = registers_of(threads)
     possible = [rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted]
     return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows, packed) <= most)
 
 
 def working_registers(cell: AnyCell, sweep: str, rows: int, packed: bool) -> int:
-    """Return the number of registers that a thread needs besides those for resident weights and optional inputs. sweep:
-    "forward" or "backward". rows: the batch items of a threadgroup. packed: whether the weights are quantized."""
+    """Return how many registers a thread needs, without those for weights that stay in registers and for optional
+    inputs. sweep: the pass, "forward" or "backward". rows: the batch items of a threadgroup. packed: whether the
+    weights are quantized."""
     own = own_registers(cell, rows)
     return WORKING_REGISTERS[cell.op, sweep][rows] + own + (PACKED_REGISTERS[rows] if packed else 0)
 
 
 def own_registers(cell: AnyCell, rows: int) -> int:
-    """Return how many more registers a thread needs for the states, inputs, gates and parameters of a user's cell. A
-    thread computes all batch items of a threadgroup (`rows`), or 2 of 8 with 8 x 8 matrices; it then also holds the
-    states of the next step. WORKING_REGISTERS already counts one state besides h and four gates. `each` is the number
-    of registers for one batch item: 2 per further state (4 with matrices), 1 per input, 2 per further gate. The sums of
-    the parameters' gradients (`summed`) serve all items."""
+    """Return how many more registers a thread needs for the states, inputs, gates and parameters of a user's cell.
+    WORKING_REGISTERS already counts one state besides h, and four gates. rows: the batch items of a threadgroup, all of
+    which a thread computes. With 8 rows the kernel multiplies 8 x 8 matrices; then a thread computes 2 of 8 items, and
+    also holds the states of the next step. each: the registers for one batch item: 2 per further state (4 with
+    matrices), 1 per input, 2 per further gate. The sums of the parameters' gradients (`summed`) serve all items."""
     if not isinstance(cell, PointwiseCell):
         return 0
     each = (4 if rows == 8 else 2) * max(0, cell.carried - 1) + cell.inputs + 2 * max(0, cell.gates - 4)
@@ -865,8 +878,8 @@ def lanes_of(cell: AnyCell) -> int:
 
 def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[str] = ()) -> FusedTiling:
     """Return how a pass ("forward" or "backward") of this problem is divided among threads. names: the names of a
-    launch's inputs. Optional inputs, and a norm of each gate instead of one, need additional registers, so the division
-    depends on them. Only a forward pass reads quantized weights."""
+    launch's inputs. The division depends on optional inputs and on norms of single gates, because they need additional
+    registers. Only a forward pass reads quantized weights."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
     more += EACH_REGISTERS if norm_blocks(problem.cell) > 1 else 0
     packing = problem.packing if sweep == "forward" else None
@@ -875,7 +888,7 @@ def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[s
 
 
 def layer_size(problem: Problem, itemsize: int) -> LayerSize:
-    """Return the size of a problem's layer, whose numbers have `itemsize` bytes."""
+    """Return the sizes of a problem's layer. itemsize: the bytes of a number."""
     cell, B, H = problem.cell, problem.B, problem.H
     return LayerSize(cell, B, H, itemsize, problem.directions, problem.cores, problem.packing)
 
@@ -887,8 +900,8 @@ def two_products(cell: AnyCell) -> bool:
 
 
 def registers_of(threads: int) -> int:
-    """Return the number of registers that each thread can have in a threadgroup of `threads` threads: that of the next
-    larger size in the table REGISTERS."""
+    """Return how many registers each thread can have in a threadgroup of `threads` threads. REGISTERS has the numbers
+    of some sizes of threadgroups; the next larger size counts."""
     return REGISTERS[min(most for most in REGISTERS if most >= threads)]
 
 
@@ -896,9 +909,10 @@ def fits_matrices(cell: AnyCell, H: int) -> bool:
     """Return whether `fused` can multiply 8 x 8 matrices for this cell and H; otherwise single threads (lanes)
     multiply.
 
-    A threadgroup has at most 32 simdgroups with 8 units each: 32 * 8 = 256 units. Its 32 KB of memory hold 1024
-    gradients (of all gates of all units), in float32, of each of 8 items. A cell without a recurrent product has
-    nothing to multiply. A GRU whose reset comes before the candidate's product is not supported, because it has two
-    products per step; nor is a cell with a norm, whose sums over all units are written for lanes only.
+    A threadgroup has at most 32 simdgroups with 8 units each: 32 * 8 = 256 units. Its 32 KB of memory hold, in float32,
+    1024 gradients of gates for each of 8 batch items. So H <= 256 and G H <= 1024. A cell without a recurrent product
+    has nothing to multiply. Two kinds of cells are not supported: a GRU whose reset comes before the candidate's
+    product, because it has two products per step, and a cell with a norm, because the code for norms exists for lanes
+    only.
     """
     return H <= 256 and cell.gates * H <= 1024 and cell.recurrent and not two_products(cell) and cell.norm is None

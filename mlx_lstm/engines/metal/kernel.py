@@ -1,14 +1,14 @@
 """Build the kernels of the Metal engines: their source, arrays and launches. No other module calls `metal_kernel`.
 
-A shader is a function template in a file of the folder metal/. The source of a kernel consists of the shader
-definitions that it needs (the header) and a body: the template arguments as constants, the struct of its arrays and one
-call of a shader. A launch is a kernel with its grid of threads and the shapes of its outputs; it is called with a list
-of arrays. A kernel is built at its first launch and cached. At every call MLX writes and hashes the whole source. This
-takes 2 to 3 us, and hardly more for 20 KB than for 50 B.
+A shader is a function template in a file of the folder metal/. The source of a kernel has two parts. The header
+contains the shader definitions that the kernel needs. The body contains the template arguments as constants, the struct
+of the arrays, and one call of a shader. A launch is a kernel with its grid of threads and the shapes of its outputs; it
+is called with a list of arrays. A kernel is built at its first launch and cached. At every call MLX writes and hashes
+the whole source. This takes 2 to 3 us, and hardly more for 20 KB than for 50 B.
 
-A shader names more arrays than a call may have. `inputs` and `outputs` list all of them; `present` or `given` are the
-names of those that the call has. In place of the others the source has the value `absent` (metal/arrays.metal). A
-threadgroup is a group of threads that share memory and can wait for each other.
+A shader can use more arrays than a call has. `inputs` and `outputs` list all arrays of the shader; `present` or `given`
+are the names of the arrays that the call has. In place of a missing array the source has the value `absent`
+(metal/arrays.metal). A threadgroup is a group of threads that share memory and can wait for each other.
 """
 
 import re
@@ -40,7 +40,7 @@ Launch = Callable[..., list[mx.array]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _clear_caches: list[Callable[[], None]] = []
-"""The functions that clear the caches made by `cached`."""
+"""For each function decorated with `cached`, the function that clears its cache."""
 
 
 def cached(function: Function) -> Function:
@@ -51,8 +51,8 @@ def cached(function: Function) -> Function:
 
 
 def forget() -> None:
-    """Drop all cached kernels, so that they are built again. The tests need this when they switch between MLX and
-    their emulator of a GPU, because a kernel built for one must not be used with the other."""
+    """Clear the caches of kernels, so that all kernels are built again. The tests need this when they switch between
+    MLX and their emulator of a GPU, because a kernel built for MLX does not run in the emulator, and vice versa."""
     for clear in _clear_caches:
         clear()
 
@@ -62,7 +62,7 @@ def forget() -> None:
 
 @lru_cache(1024)
 def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
-    """Return an array of a few numbers. It is made once per process and cached."""
+    """Return an array with these few numbers. The array is cached, so that it is made only once per process."""
     return mx.array(numbers, dtype)
 
 
@@ -71,19 +71,19 @@ def contiguous(array: mx.array) -> mx.array: ...
 @overload
 def contiguous(array: None) -> None: ...
 def contiguous(array: mx.array | None) -> mx.array | None:
-    """Return the array with its elements in row-major order in memory. Each launch that reads an array in another order
-    would copy it; here it is copied only once."""
+    """Return the array with its elements in row-major order in memory. A launch would copy an array in another order,
+    and each launch would copy it again. Here it is copied only once."""
     if array is None:
         return None
-    # To make one axis of all elements, MLX copies an array in another order. (`mx.contiguous` would do the same, but it
-    # cannot be exported. So only arrays with too many elements for one axis of MLX use it.)
+    # `reshape(-1)` copies an array that is not in row-major order. `mx.contiguous` does the same, but MLX cannot export
+    # it. So it is used only for arrays with too many elements for one axis of MLX.
     return mx.contiguous(array) if array.size >= 2**31 else array.reshape(-1).reshape(array.shape)
 
 
 def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
-    """Return the factor on h in the recurrent product: the option `mask` times the option `keep` (factors on the
-    states before each step, [T, B, D]). It is [T, B, D P], or [1, B, D P] if all steps share it, for T steps, B batch
-    items, D directions and P numbers of h. Return None if the call has neither option."""
+    """Return the factor on h in the recurrent product: the option `mask` times the option `keep` (factors on the states
+    before each step, [T, B, D]). Its shape is [T, B, D P], or [1, B, D P] if all steps share it, for T steps, B batch
+    items, D directions and h of width P. Return None if the call has neither option."""
     mask, keep = arrays.get("mask"), arrays.get("keep")
     if keep is not None:
         keep = mx.repeat(keep, problem.P, axis=-1)
@@ -105,8 +105,8 @@ def shader_file(name: str) -> str:
 
 class Definition(NamedTuple):
     """A top-level definition in a shader file, such as a function or a struct. file, line: the file, and the number of
-    the definition's first line in it. text: its code without comments and indentation. names: the names that it
-    defines. words: all identifiers in it, by which `header` finds what it uses."""
+    the definition's first line in the file. text: its code without comments and indentation. names: the names that it
+    defines. words: all identifiers in its code; from them `header` finds the definitions that it uses."""
 
     file: str
     line: int
@@ -121,8 +121,8 @@ DEFINED = re.compile(r"\b(?:struct|enum|using)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)
 
 @lru_cache(512)
 def definitions(file: str, text: str) -> list[Definition]:
-    """Return the top-level definitions of a shader file. Blank lines outside of braces separate them. text: the file's
-    contents. depth: how many braces are open."""
+    """Return the top-level definitions of a shader file. In the file, blank lines outside of braces separate
+    definitions. file: its name. text: its contents. depth: how many braces are open."""
     found: list[Definition] = []
     lines = [line.strip() for line in re.sub(r"//.*", "", text).split("\n")] + [""]
     first = depth = 0
@@ -132,7 +132,7 @@ def definitions(file: str, text: str) -> list[Definition]:
             continue
         if number > first:
             part = "\n".join(lines[first:number])
-            outside = part  # the text outside of braces: only what is defined there is a name for other definitions
+            outside = part  # the text outside of braces, where the names are that other definitions can use
             while "{" in outside:
                 outside = re.sub(r"\{[^{}]*\}", ";", outside)
             names = {name for groups in DEFINED.findall(outside) for name in groups if name}
@@ -145,10 +145,10 @@ def definitions(file: str, text: str) -> list[Definition]:
 
 
 def header(shaders: Iterable[str], body: str) -> str:
-    """Return the definitions in these files that a body needs, in the order of the files. A definition is needed if
-    it defines a word of the body or of another needed definition. `#line` directives tell compilers, profilers and
-    the tests' emulator the file and line. shaders: the names of the files, without their ending. left: the definitions
-    that nothing has needed so far."""
+    """Return the source of the definitions that the code `body` needs, in the order of the files. A definition is
+    needed if it defines a word of the body or of another needed definition. `#line` directives tell compilers,
+    profilers and the tests' emulator the file and line of each definition. shaders: the names of the shader files,
+    without the ending. left: the definitions that are not needed so far."""
     every = [definition for name in shaders for definition in definitions(f"{name}.metal", shader_file(name))]
     words, left = set(re.findall(r"\w+", body)), every
     while needed := [definition for definition in left if not words.isdisjoint(definition.names)]:
@@ -156,7 +156,7 @@ def header(shaders: Iterable[str], body: str) -> str:
         left = [definition for definition in left if definition not in needed]
     text, file, line = "", "", 0
     for each in (definition for definition in every if definition not in left):
-        # A few empty lines are shorter than a #line directive, and both give the next line its correct number.
+        # Both empty lines and a #line directive give the next line its correct number; a few empty lines are shorter.
         gap = each.line - line
         text += "\n" * gap if each.file == file and gap < 20 else f'#line {each.line} "{each.file}"\n'
         text += f"{each.text}\n"
@@ -165,10 +165,10 @@ def header(shaders: Iterable[str], body: str) -> str:
 
 
 def fields_of(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
-    """Return a dict with the fields of the struct in which a kernel gets its arrays: from each field's name to the
-    Metal expression of its value. The expression is the array's name, or `absent` if the name is not in `present`.
-    The words, scales and biases of a quantized weight are one field with the name of the weight; the kernel must
-    then have the template parameters BITS and GROUP."""
+    """Return the fields of the struct in which a kernel gets its arrays: {name of a field: Metal expression of its
+    value}. The expression is the name of the array, or `absent` if the name is not in `present`. A quantized weight has
+    three arrays (words, scales and biases); they become one field with the name of the weight. The kernel must then
+    have the template parameters BITS and GROUP."""
     fields = {name: name if name in present else "absent" for name in names if not name.endswith(PARTS)}
     for name in fields:
         if is_packed(name, present):
@@ -182,12 +182,12 @@ PARTS = ("_scales", "_biases")
 
 
 def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "a") -> str:
-    """Return the source of a struct with these fields, and of a variable of this struct. fields: from each field's name
-    to the Metal expression of its value (`fields_of`). name, variable: the names of the struct and of the variable.
-    metal/arrays.metal explains the struct."""
-    # as_field: a declaration with which decltype gives the type of the array's pointer.
-    # Fields have the names of the kernel's parameters. C++ forbids that such a name means the parameter in one place of
-    # the struct and the field in another, so the types are named before the struct, outside of its braces.
+    """Return the Metal source of a struct for the arrays of a kernel, and of a variable of this struct. fields: {name
+    of a field: Metal expression of its value}, from `fields_of`. name, variable: the names of the struct and of the
+    variable. metal/arrays.metal explains the struct."""
+    # decltype(as_field(x)) is the type of the pointer to the array x (metal/arrays.metal). Fields have the same names
+    # as the kernel's parameters. C++ does not allow a struct in which a name first means a parameter and then a field.
+    # So the types of the fields are named before the struct.
     kinds = {field: "Absent" if value == "absent" else f"{name}_{field}" for field, value in fields.items()}
     present = {kinds[field]: value for field, value in fields.items() if value != "absent"}
     types = "".join(f"using {kind} = decltype(as_field({value}));\n" for kind, value in present.items())
@@ -201,9 +201,9 @@ register files of Apple's GPUs hold this many threads, even if each thread uses 
 
 
 def limited(header: str, source: str, threads: int) -> tuple[str, str]:
-    """Return the header and source of a kernel, changed so that it is compiled for this number of threads per
-    threadgroup. Without this limit the compiler may use so many registers per thread that MLX refuses the launch. MLX
-    itself writes the attribute `kernel` between header and source; a macro of that name adds the limit."""
+    """Return the header and source of a kernel with a limit on the threads of a threadgroup: at most `threads`. Without
+    this limit the compiler may use so many registers per thread that MLX refuses the launch. MLX itself writes the
+    attribute `kernel` between header and source, so a macro of that name adds the limit."""
     if threads <= NEVER_REFUSED:
         return header, source
     limit = f"#define kernel kernel,max_total_threads_per_threadgroup({threads})\n"
@@ -216,12 +216,12 @@ TYPES |= {mx.uint64: "ulong", mx.int32: "int", mx.int64: "long"}
 
 
 class Source(NamedTuple):
-    """The text of a kernel, apart from its template arguments.
+    """The parts from which the source of a kernel is built, apart from the template arguments.
 
-    shader: the kernel's name. files: the shader files that it needs, in order. body: the source after the declarations
-    of the template arguments. index: the integer type that the files of `stepwise` know as `Index`. own: more
-    definitions in Metal, such as the struct of a user's cell. They come after the definitions from the shader files and
-    may use them.
+    shader: the beginning of the kernel's name. files: the shader files that it needs, in order. body: the source after
+    the declarations of the template arguments. index: the integer type that the shader files of `stepwise` call
+    `Index`. own: further definitions in Metal, such as the struct of a user's cell. They come after the definitions
+    from the shader files and may use them.
     """
 
     shader: str
@@ -241,11 +241,12 @@ def build(
     threads: int,
 ) -> Launch:
     """Build a kernel. MLX caches compiled code by the kernel's name, so each source needs a different name. The name
-    contains the shader, the arrays that are `missing`, and the template arguments (`words`).
+    contains the shader's name, the names of the arrays that the call does not have (`missing`), and the values of the
+    template arguments (`words`).
 
     template: pairs (name, value) of the template arguments; a type is given as a dtype of MLX. They are written into
-    the source, because passing them to MLX would cost 0.8 us at every call. inputs, outputs: the names of the arrays
-    that the kernel has. threads: the threads of a threadgroup, for which the kernel is compiled.
+    the source, because passing them to MLX would cost 0.8 us at every call. inputs, outputs: the names of the kernel's
+    arrays. threads: how many threads a threadgroup has.
     """
     shader, files, body, index, own = source
     words: list[str] = []
@@ -272,8 +273,8 @@ def prepare(
     groups: tuple[int, ...],
     threads: int,
 ) -> Launch:
-    """Return a launch of a shader. The launch can be called any number of times with `inputs`, the list of the arrays
-    that this call has, in the order of their names here.
+    """Return a launch of a shader, which can be called any number of times. It is called with `inputs`, the list of the
+    arrays that the call has, in the order of their names in the dict `inputs`.
 
     inputs: the name of each array that the shader can read, and whether this call has it. outputs: the shape and dtype
     of each output, or None if it is not written. groups: the number of threadgroups along one to three axes. threads:
@@ -286,7 +287,7 @@ def prepare(
     grid, threadgroup = (groups[0] * threads, *groups[1:], 1)[:3], (threads, 1, 1)
     shapes, dtypes = [shape for shape, _ in written.values()], [dtype for _, dtype in written.values()]
 
-    # A call of a `functools.partial` with these arguments takes 1.2 times as long, because it joins two dictionaries.
+    # A `functools.partial` in place of this function would take 1.2 times as long per call, because it joins two dicts.
     def launch(inputs: list[mx.array]) -> list[mx.array]:
         return kernel(inputs=inputs, grid=grid, threadgroup=threadgroup, output_shapes=shapes, output_dtypes=dtypes)
 
@@ -296,24 +297,25 @@ def prepare(
 # --- Cells ---
 
 ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "sigmoid": 3, "hard_sigmoid": 4, "hard_sigmoid_sixth": 5}
-"""The number of each activation, as in metal/cell.metal."""
+"""The number that stands for each activation in the shaders; the enum Activation in metal/cell.metal has the same
+numbers."""
 
 STRUCTS = {"lstm": "LSTMCell<OPTIONS>", "gru": "GRUCell<OPTIONS>", "rnn": "RNNCell<OPTIONS>"}
-"""The struct of each cell, by its op; the files cell_*.metal define them."""
+"""The Metal struct of each built-in cell, by the cell's op. The files metal/cell_*.metal define these structs."""
 
 
 @cache
 def cell_number(cell: AnyCell, peephole: bool = False) -> int:
-    """Return the options of a cell as one integer, the template argument OPTIONS. metal/cell.metal lists its bits: from
-    bit 0 on the position of each gate in `gate_order`, from bit 8 the activations, from bit 23 the cell's own options,
-    from bit 27 the norm. peephole: whether the call has peepholes. `known` refuses an activation that the table
-    lacks."""
+    """Return the options of a cell as one integer, the template argument OPTIONS of the cell's Metal struct.
+    metal/cell.metal lists its bits: from bit 0 on the position of each gate in `gate_order`, from bit 8 on the
+    activations, from bit 23 on the cell's own options, from bit 27 on the norm. peephole: whether the call has
+    peepholes. `known` raises an error if ACTIVATIONS does not have an activation."""
     order, gates, own = cell.gate_order, {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[cell.op], 0
     if isinstance(cell, GRUCell):
         own = (cell.reset == "before") + (cell.flip_z << 1)
     elif cell.op == "lstm":
-        # sees: which c the peephole of gate o reads, the new one (1) or that before the step (2); 0 without peepholes.
-        # Then whether there is a clip of c, and whether it stops gradients.
+        # sees: which c the peephole of gate o reads: 0 without peepholes, 1 for the new c, 2 for c before the step. The
+        # next two bits: whether c is clipped, and whether this clip stops gradients.
         sees = (1 if cell.output_peephole == "current" else 2) if peephole else 0
         own = sees + ((cell.cell_clip is not None) << 2) + (cell.stops_c << 3)
     number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
@@ -322,8 +324,9 @@ def cell_number(cell: AnyCell, peephole: bool = False) -> int:
 
 
 def number_of_norm(cell: AnyCell) -> int:
-    """Return how a cell uses layer normalisation as one integer: what is normalised, plus 0, 5 or 10 for no norm of
-    c, one for the output only, and one in the state. metal/norm.metal lists these numbers."""
+    """Return the layer normalisation of a cell as one integer, which metal/norm.metal explains: a number from 0 to 4
+    for what is normalised before the gates, plus 5 if c is normalised for the output only, or plus 10 if the normalised
+    c is also the state."""
     norm = cell.norm
     if norm is None:
         return 0
@@ -339,7 +342,7 @@ def numbers_of(cell: AnyCell) -> mx.array | None:
 
 
 def layout_number(cell: AnyCell) -> int:
-    """Return the bits of `cell_number` on which the layout of the arranged weights depends: the gate order, and
-    whether a GRU resets before the product. Kernels that only move weights get this number, so that cells with
-    other activations share them."""
+    """Return the bits of `cell_number` on which the order of weights in memory depends: the gate order, and whether a
+    GRU resets before the product. Kernels that only copy weights get this number instead of all options, so that cells
+    with different activations share these kernels."""
     return cell_number(cell) & (0xFF | 1 << 23)  # bits 0 to 7, and bit 23

@@ -1,15 +1,15 @@
-"""Layer normalisation in the Metal engines: what their kernels read besides the arrays of other calls, and the names
-that `engines.ops.sweep.gradients_after_sweep` has for the arrays that they write.
+"""Prepare layer normalisation for the Metal engines: compute the additional arrays that their kernels read, and rename
+the arrays that they write for `engines.ops.sweep.gradients_after_sweep`.
 
 A norm computes y = (x - mean) r with r = 1 / sqrt(variance + eps), and y scale + shift as its result. x is the
-recurrent product, or its sum with the input's part of the preactivations, over all gates or one norm per gate; an LSTM
-may also normalise c. The backward pass computes y and r of all steps again before its own steps, as one product over
-all T * B rows. So the forward pass saves nothing more.
+recurrent product, or the sum of this product and the input's part of the preactivations, with one norm for all gates or
+one per gate. An LSTM may also normalise c. Before the backward steps MLX computes y and r of all steps again, from one
+product over all T * B rows. So the forward pass saves nothing for the norms.
 
-- norm_scale, norm_shift [G H], norm_c_scale, norm_c_shift [H]: arrays of a call with one direction
-- norm_y, norm_r: y and r of the product or sum; norm_c_y, norm_c_r: those of c
+- norm_scale, norm_shift [G H], norm_c_scale, norm_c_shift [H]: the arrays that the user passes, for one direction
+- norm_y, norm_r: y and r of the product or sum; norm_c_y, norm_c_r: y and r of c
 - q: the normalised recurrent product of a GRU's candidate, with its bias bhn
-- d_product: the gradient of x. d_norm_c: that of the result of the norm of c
+- d_product: the gradient of x. d_norm_c: the gradient of the result of the norm of c
 
 T steps, B items, D directions, G gates, H units, P the width of h.
 """
@@ -25,10 +25,11 @@ from .kernel import Inputs, constant, contiguous
 from .products import project
 
 ARRAYS = ("norm_scale", "norm_shift", "norm_c_scale", "norm_c_shift")
-"""The arrays of a call for its norms."""
+"""The names of the arrays with which a call passes the scale and shift of its norms."""
 
 READ = {"forward": (*ARRAYS, "norm_eps"), "backward": (*ARRAYS, "norm_eps", "norm_y", "norm_r", "norm_c_y", "norm_c_r")}
-"""What the kernels of a pass read if the cell has a norm, in the order of the fields of their struct."""
+"""The arrays that the kernels of a pass can read in addition if the cell has a norm, in the order of the fields of the
+kernels' struct."""
 
 
 def of_product(cell: AnyCell) -> bool:
@@ -42,8 +43,8 @@ def of_state(cell: AnyCell) -> bool:
 
 
 def inputs_of(problem: Problem, arrays: Arrays) -> Inputs:
-    """Return the inputs that all kernels of a cell with a norm read: the norms' arrays, and eps as an array of one
-    number."""
+    """Return the inputs that all kernels of a cell with a norm read: scales and shifts, as far as the call has them,
+    and eps as an array of one number."""
     norm = problem.cell.norm
     assert norm is not None
     inputs: Inputs = {name: contiguous(arrays[name]) for name in ARRAYS if name in arrays}
@@ -51,8 +52,8 @@ def inputs_of(problem: Problem, arrays: Arrays) -> Inputs:
 
 
 def present(problem: Problem, names: tuple[str, ...], sweep: str) -> set[str]:
-    """Return the names of the inputs in `READ` that the kernels of a pass get. names: the arrays of the call. sweep:
-    the pass, "forward" or "backward"."""
+    """Return the names of those inputs in READ that the kernels of a pass get in this call. names: the names of the
+    call's arrays. sweep: the pass, "forward" or "backward"."""
     cell = problem.cell
     if cell.norm is None:
         return set()
@@ -64,15 +65,16 @@ def present(problem: Problem, names: tuple[str, ...], sweep: str) -> set[str]:
 
 
 def numbers_before_sweep(problem: Problem, arrays: Arrays, saved: Arrays, h_in: mx.array | None) -> Arrays:
-    """Return what the backward steps read, as float32 except for norm_y:
+    """Compute, before the backward steps, the normalised numbers of all steps, which the backward kernels read. Return
+    a dict of float32 arrays (norm_y has the dtype of the call):
 
     - norm_y [T, B, D G H]: the normalised product or sum, before scale and shift
     - norm_r [T, B, D] or, with a norm of each gate, [T, B, D G]: 1 / sqrt(variance + eps) of this norm
-    - norm_c_y [T, B, D H], norm_c_r [T, B, D]: the same for c
+    - norm_c_y [T, B, D H], norm_c_r [T, B, D]: the normalised c, and 1 / sqrt(variance + eps) of this norm
     - q [D, T, B, H], for a GRU with a norm: the candidate's normalised product
 
-    h_in [D, T, B, P]: the input of the recurrent product at each step. Past an item's end all are 0 except q, which is
-    computed from such zeros: it is finite there, and no gradient depends on it.
+    h_in [D, T, B, P]: the input of the recurrent product at each step. Past an item's end all arrays are 0 except q.
+    There q is computed from zeros, so it is finite, and no gradient depends on it.
     """
     cell, D, lengths = problem.cell, problem.directions, arrays.get("lengths")
     found: Arrays = {}
@@ -80,13 +82,13 @@ def numbers_before_sweep(problem: Problem, arrays: Arrays, saved: Arrays, h_in: 
     if of_product(cell):
         assert h_in is not None
         _, T, B, P = h_in.shape
-        # a: what the norm gets at each step, h_in Wh^T or its sum with the input's part, for each direction.
+        # a: the numbers that the norm gets at each step, for each direction: h_in Wh^T, or this plus the input's part.
         Wh = arrays["Wh"].reshape(D, -1, P).astype(mx.float32)
         a = h_in.reshape(D, T * B, P).astype(mx.float32) @ mx.swapaxes(Wh, 1, 2)
         a = mx.swapaxes(a, 0, 1).reshape(T, B, -1)
         if cell.norm.of == "sum":
             a = a + without_padding(lengths, project(problem, arrays).astype(mx.float32))
-        # Each direction's part of the last axis is normalised by itself, in one block or in one per gate.
+        # Each direction's part of the last axis is normalised by itself: as a whole, or each gate by itself.
         y, r = normalised(a, D * norm_blocks(cell), cell.norm.eps)
         if cell.op == "gru":
             found["q"] = candidates(problem, arrays, y)
@@ -98,7 +100,8 @@ def numbers_before_sweep(problem: Problem, arrays: Arrays, saved: Arrays, h_in: 
 
 
 def candidates(problem: Problem, arrays: Arrays, y: mx.array) -> mx.array:
-    """Return q [D, T, B, H], the normalised product of a GRU's candidate with its bias, from y [T, B, D 3H]."""
+    """Return q [D, T, B, H], the normalised recurrent product of a GRU's candidate plus its bias bhn. y: the normalised
+    products of all gates before scale and shift, [T, B, D 3H]."""
     D, H = problem.directions, problem.H
     n = problem.cell.block("n", H)
     q = y.reshape(*y.shape[:2], D, 3 * H)[..., n]
@@ -112,8 +115,9 @@ def candidates(problem: Problem, arrays: Arrays, y: mx.array) -> mx.array:
 
 
 def before_norm_of_c(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.array:
-    """Return what the norm of c got at each step, [T, B, D H] in float32: c after its clip. If the normalised c is
-    the state, only that was saved; so c is computed again from the gates and the state before the step."""
+    """Return the numbers that the norm of c got at each step, [T, B, D H] in float32: c after its clip. If the
+    normalised c is the state, the forward pass saved only the normalised c. Then c is computed again from the gates and
+    from the state before the step."""
     cell = problem.cell
     assert cell.norm is not None
     if cell.norm.c == "output":
@@ -128,9 +132,10 @@ def before_norm_of_c(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.arra
 
 
 def joined(problem: Problem, arrays: Arrays, numbers: Arrays) -> Arrays:
-    """Return norm_y, norm_c_y and two joined arrays: norm_r with norm_c_r behind the numbers of each direction, and
-    norm_c [2, D, H], the scale and the shift of the norm of c. The kernels of `stepwise` read them joined, because
-    Metal binds at most 31 arrays to one launch. numbers: the result of `numbers_before_sweep`."""
+    """Return the arrays of norms for the backward kernels of `stepwise`, with fewer arrays than `numbers`, because
+    Metal binds at most 31 arrays to one launch. norm_y and norm_c_y stay as they are. norm_r contains, for each
+    direction, norm_r and behind it norm_c_r. norm_c [2, D, H] has the scale and the shift of the norm of c. numbers:
+    the result of `numbers_before_sweep`."""
     D, shape = problem.directions, (problem.directions, problem.H)
     parts = [numbers[name] for name in ("norm_r", "norm_c_r") if name in numbers]
     parts = [part.reshape(*part.shape[:2], D, -1) for part in parts]
@@ -144,12 +149,13 @@ def joined(problem: Problem, arrays: Arrays, numbers: Arrays) -> Arrays:
 
 
 def for_gradients(problem: Problem, results: Arrays, numbers: Arrays, gates: mx.array | None = None) -> Arrays:
-    """Return what the backward steps wrote (`results`) and what they read (`numbers`) under the names that
-    `gradients_after_sweep` takes: da, the gradient of the result of the norm of the products, dp, that of the
-    products themselves, and y; dn and yc, for c, the gradient of the result and y.
+    """Return the results of the backward steps, with the arrays of norms under the names that `gradients_after_sweep`
+    takes. For the norm of the products these are da (the gradient of its result), dp (the gradient of the products) and
+    y (the normalised numbers). For the norm of c they are dn (the gradient of its result) and yc (the normalised c).
+    results: the arrays that the backward steps wrote. numbers: the result of `numbers_before_sweep`.
 
-    gates: those of a GRU, if the steps did not write d_out. The norm's result of its candidate is multiplied by r, so
-    da is dz with the candidate's part times r.
+    gates: the gates of a GRU, if the steps did not write d_out. In a GRU the norm's result for the candidate is
+    multiplied by the gate r, so da is dz with the candidate's part times r.
     """
     cell = problem.cell
     if cell.norm is None:
@@ -170,8 +176,8 @@ def for_gradients(problem: Problem, results: Arrays, numbers: Arrays, gates: mx.
 
 
 def times_reset(problem: Problem, dz: mx.array, gates: mx.array) -> mx.array:
-    """Return dz [T, B, D 3H] of a GRU with the candidate's block times the gate r. gates: those of all steps, in the
-    shape of dz."""
+    """Return dz [T, B, D 3H] of a GRU, with the candidate's block multiplied by the gate r. gates: the gates of all
+    steps, in the shape of dz."""
     cell, (T, B), D, H = problem.cell, dz.shape[:2], problem.directions, problem.H
     r = gates.reshape(T, B, D, 3 * H)[..., cell.block("r", H)]
     factors = [r if gate == "n" else mx.ones_like(r) for gate in cell.gate_order]
@@ -179,19 +185,21 @@ def times_reset(problem: Problem, dz: mx.array, gates: mx.array) -> mx.array:
 
 
 def memory_of(cell: AnyCell, H: int, lanes: int, rows: int) -> int:
-    """Return the bytes of threadgroup memory in which the simdgroups of a `fused` kernel exchange the sums of the
-    norms. metal/fused_norm.metal describes it (NormMemory): each norm has a pair of floats for each simdgroup and
-    batch item. H: the units. lanes: the lanes of a unit. rows: the batch items of a threadgroup.
+    """Return how many bytes of threadgroup memory a `fused` kernel needs for norms: its simdgroups exchange sums there.
+    Each norm has a pair of floats for each simdgroup and batch item; NormMemory in metal/fused_norm.metal describes the
+    layout. H: the number of units. lanes: how many lanes share a unit. rows: the batch items of a threadgroup.
 
-    For example, an LSTM with H = 96 and 4 lanes per unit has 12 simdgroups. With one norm all 32 lanes of a simdgroup
-    read sums, so there are 32 places. With a norm of each gate 8 lanes read those of one gate: 4 norms of 16 places."""
+    For example, an LSTM with H = 96 and 4 lanes per unit has 12 simdgroups. With one norm for all gates, all 32 lanes
+    of a simdgroup read the sums of this norm, so it has 32 places. With a norm of each gate, 8 lanes read the sums of
+    one gate, so there are 4 norms of 16 places."""
     simdgroups = -(-H * lanes // 32)
-    # every: every `every`-th lane has numbers of the same norm. It is 1 (all lanes), or with a norm per gate `lanes`.
+    # every: every `every`-th lane has numbers of the same norm. It is 1 with one norm for all gates, `lanes` with a
+    # norm of each gate.
     every = lanes if norm_blocks(cell) > 1 else 1
-    # The lanes that read one norm in a simdgroup divide the sums of all simdgroups among themselves.
+    # readers: how many lanes of a simdgroup read the sums of one norm. They divide the simdgroups among themselves.
     readers = 32 // every  # in the example 32, or 8
     places = -(-simdgroups // readers) * readers  # in the example 12, rounded up to 32, or 16
     of_lane = -(-cell.gates // lanes) if every > 1 else 1  # how many gates' norms each lane takes part in
     pairs = of_lane * [every * places] if of_product(cell) else []  # in the example [32], or [4 * 16]
-    pairs += [32] if of_state(cell) else []  # of c: one place for each of the at most 32 simdgroups
+    pairs += [32] if of_state(cell) else []  # the norm of c: one place for each of at most 32 simdgroups
     return sum(-(-count * rows // 2) * 16 for count in pairs)  # two pairs fill a vector of 16 bytes

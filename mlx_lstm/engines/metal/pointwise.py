@@ -1,26 +1,28 @@
-"""A cell written by the user, in Metal. This module generates the source of the cell's struct, which metal/cell.metal
-describes, from the graph of the cell's operations. It also computes the gradients that remain after the backward steps.
-The modules `fused` and `stepwise` run such a cell like the built-in ones.
+"""Generate the Metal struct of a cell written by the user from the graph of the cell's operations, and compute the
+gradients that remain after the backward steps. metal/cell.metal describes the struct. The modules `fused` and
+`stepwise` run such a cell like a built-in one.
 
-A graph (`cell.graph`) is a list of nodes: operations on other nodes, named by their numbers. graph.forward: the nodes
-of the new states. graph.saved: what the forward step saves for the backward one. graph.gradients(letter): the nodes of
-the gradients of all inputs with this letter. graph.number: {name of an input: its node}. graph.apart: whether the cell
-reads the two parts of a preactivation, from the input and from the recurrent product, as two values. An input's name is
-a letter and a number:
+A graph (`cell.graph`) is a list of nodes. A node is an operation on other nodes; it is named by its number.
+graph.forward: the nodes of the new states. graph.saved: the nodes that the forward step saves for the backward step.
+graph.gradients(letter): the nodes of the gradients of all inputs with this letter. graph.number: {name of an input: its
+node}. graph.apart: whether the cell reads the two parts of a preactivation (from the input, and from the recurrent
+product) as two values. An input's name is a letter and a number:
 
-- x: a preactivation, or its part from the input if `apart`; p: then its recurrent part
-- s: a state before the step, s0 is h; u: an input of the step; w: a parameter; d: the gradient of a new state
+- x: a preactivation; if `apart`, x is its part from the input and p its recurrent part
+- s: a state before the step, s0 is h
+- u: an input of the step; w: a parameter; d: the gradient of a new state
 
-The letters of the generated functions `forward` and `backward` are those of metal/cell.metal: p the parameters, u the
-inputs of the step, sums the recurrent products, s (ds) the states (their gradients), y preactivations and saved values,
-d the gradients of the preactivations. n_in0 and the like are variables with the values of their elements.
+The generated functions `forward` and `backward` have the parameters that metal/cell.metal lists: p (parameters), u
+(inputs of the step), sums (recurrent products), s and ds (states and their gradients), y (preactivations, or saved
+values), d (gradients of the preactivations). Variables such as s_in0 have the values of single elements.
 
-lanes: how many GPU threads share a unit, 1 or 4. They divide its costly operations. A register is a Metal variable.
-With four lanes it may hold a different node in each lane, node number lanes * j + k in lane k of register j.
+lanes: how many GPU threads share a unit, 1 or 4. They divide the unit's costly operations among themselves. A register
+is a Metal variable. With four lanes it may hold a different node in each lane: lane k of register j holds node number 4
+* j + k of a list.
 
-`Statements` (statements.py) writes the code of nodes, in `lines`: divide_work(nodes): the costly operations on which
-they depend, divided among the lanes; everywhere(n): the variable that has node n in all lanes; in_lanes(nodes): the
-registers that hold them; as_float(n, name): the variable as a float.
+`Statements` (statements.py) collects the code of nodes in `lines`. divide_work(nodes) writes the costly operations on
+which the nodes depend, divided among the lanes. everywhere(n) returns a variable that has node n in all lanes.
+in_lanes(nodes) returns the registers that hold the nodes. as_float(n, name) returns the variable as a float.
 """
 
 from functools import lru_cache
@@ -47,10 +49,9 @@ def scatters(cell: PointwiseCell) -> bool:
 
 
 def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[int]]]:
-    """Divide nodes of a cell's graph among registers that hold a different node in each lane, so that each lane
-    stores only a part of the values. Return pairs (name of the register, the node of each lane). The registers are
-    called letter0, letter1, ...; register j holds in lane k the node nodes[j * lanes + k], or -1 if there is no such
-    node."""
+    """Divide nodes of a cell's graph among registers that hold a different node in each lane, so that each lane stores
+    only a part of the values. Return pairs (name of a register, the node of each lane). Register j has the name
+    `letter` followed by j; in lane k it holds nodes[j * lanes + k], or -1 if there is no such node."""
     parts = [nodes[start : start + lanes] for start in range(0, len(nodes), lanes)]
     return [(f"{letter}{j}", [*nodes, *[-1] * (lanes - len(nodes))]) for j, nodes in enumerate(parts)]
 
@@ -64,11 +65,12 @@ def struct_text(cell: PointwiseCell) -> str:
 
 @lru_cache(512)
 def lanes_text(cell: PointwiseCell, computes: bool = True) -> str:
-    """Return the source of the structs of a cell whose units are shared by lanes: `Own`, without the functions of a
-    step, and `Lanes<Own>` with them, whose members metal/pointwise.metal lists. slot_block: which gate's weights are
-    in a lane's slot n (the n-th of its sums). With `SCATTERS` it is gate n ^ lane: slot 0 is the lane's own gate, and
-    simd_shuffle_xor(sum, n) brings the sum of slot n to the lane whose gate it is. TWO_PRODUCTS: as in a GRU whose
-    reset comes first. computes: False for launches that only move weights and need no functions."""
+    """Return the Metal source of two structs for kernels in which several lanes share a unit: `Own`, without the
+    functions of a step, and `Lanes<Own>` with these functions. metal/pointwise.metal lists the members of `Lanes<Own>`.
+    slot_block: the gate to which sum number n (slot n) of a lane belongs. With SCATTERS it is gate n ^ lane: slot 0
+    belongs to the lane's own gate, and simd_shuffle_xor(sum, n) sends the sum of slot n to the lane of its gate.
+    TWO_PRODUCTS is 0; only a GRU whose reset comes before the product has two products. computes: False for launches
+    that only copy weights and need no functions."""
     lanes = 4 if cell.recurrent else 1
     enum = f"enum {{ LANES = {lanes}, SCATTERS = {int(scatters(cell))}, TWO_PRODUCTS = 0, "
     enum += f"NORMALISES = {int(cell.norm is not None)} }};\n"
@@ -79,14 +81,14 @@ def lanes_text(cell: PointwiseCell, computes: bool = True) -> str:
 
 
 def own_text(cell: PointwiseCell, functions: str = "") -> str:
-    """Return the source of a cell's struct. functions: the Metal text of the functions in it.
+    """Return the Metal source of the struct `Own` of a cell. functions: the source of the struct's functions.
 
-    The numbers are per unit: GATES preactivations, of which PRODUCTS (all or none) have a recurrent product, CARRIED
-    states besides h, INPUTS of each step, KEPT saved values, GRADIENTS of preactivations that are stored. PASSES_H:
-    whether a step reads h outside of the product. SUMMED and CONSTANTS are equal: the numbers that a unit reads once
-    per launch are its parameters, and each of them has a gradient. SEGMENTS is 1: the product dz Wh is one sum over all
-    gates. READS_BEFORE and READS_AFTER have one bit per state, h first: whether a backward step reads the state before
-    or after the step.
+    The struct's constants are counts per unit: GATES preactivations, of which PRODUCTS (all or none) have a recurrent
+    product; CARRIED states besides h; INPUTS of each step; KEPT saved values; GRADIENTS of preactivations that are
+    stored. SUMMED and CONSTANTS are both the number of parameters, because a unit reads only parameters once per
+    launch, and each parameter has a gradient. SEGMENTS is 1: the product dz Wh is one sum over all gates. PASSES_H:
+    whether a step reads h outside the product. READS_BEFORE and READS_AFTER have one bit per state, h first: whether a
+    backward step reads the state before or after the step.
     """
     graph = cell.graph
     numbers = {
@@ -101,10 +103,10 @@ def own_text(cell: PointwiseCell, functions: str = "") -> str:
 
 
 def norm_text(cell: PointwiseCell) -> str:
-    """Return the source of `Norm<Own>`, which says what a cell normalises: OF, the product or (IS_SUM) its sum with the
-    input's part, as one or (IS_EACH) each gate by itself, in all GROUPS norms; metal/norm.metal lists these members. A
-    norm of c for the output (OF_C), in the state (IN_STATE) or either (HAS_C) is 0: a user's cell has none. Return ""
-    for a cell without a norm."""
+    """Return the Metal source of the struct `Norm<Own>`, whose constants say what a cell normalises. Return "" for a
+    cell without a norm. metal/norm.metal explains the constants: OF, what is normalised; IS_SUM, whether this is the
+    product plus the input's part; IS_EACH, whether each gate has its own norm; GROUPS, the number of norms. OF_C,
+    IN_STATE and HAS_C are for a norm of c, which a user's cell does not have."""
     if cell.norm is None:
         return ""
     numbers = {
@@ -116,8 +118,8 @@ def norm_text(cell: PointwiseCell) -> str:
 
 
 def helpers_text(cell: PointwiseCell) -> str:
-    """Return the source of those functions that the cell's operations call and neither Metal nor
-    metal/pointwise.metal has."""
+    """Return the Metal source of the functions in HELPERS that the cell's operations call. Neither Metal nor
+    metal/pointwise.metal has these functions."""
     return "".join(text for op, text in HELPERS.items() if any(node.op == op for node in cell.graph.nodes))
 
 
@@ -129,19 +131,20 @@ for (int k = 0; k < SUMMED; ++k) p[k] = value_at(a.params, (Index(SUMMED) * dire
 }
 static float product_gradient(int k, thread const float*, thread const float* d) { return d[k]; }
 """
-"""The members that all generated structs have in common: `block`, the position of block k of a unit's numbers, which
-for a user's cell is k; `constants`, which reads a unit's parameters p from params [D, SUMMED H]; `product_gradient`,
-which returns the gradient of the recurrent product of gate k: the k-th of the gradients d of preactivations."""
+"""The Metal source of members that are the same in all generated structs. `block` returns the position of block k on a
+gate axis, which is k for a user's cell. `constants` reads a unit's parameters p from the array params [D, SUMMED H].
+`product_gradient` returns the gradient of the recurrent product of gate k, which is d[k], the gradient of its
+preactivation."""
 
 
 def function_text(head: str, lines: list[str]) -> str:
-    """Return the source of a static Metal function. head: its name and parameters. lines: its statements."""
+    """Return the Metal source of a static function. head: its name and parameters. lines: its statements."""
     return "static void " + head + " {\n" + "\n".join(lines) + "\n}\n"
 
 
 def of_lane(names: list[str], lanes: int) -> str:
-    """Return the Metal expression that has in lane k the value of the variable names[k], and in lanes behind them
-    that of the last one. With one lane it is names[0]."""
+    """Return a Metal expression that has in lane k the value of the variable names[k]. If there are more lanes than
+    names, the remaining lanes get the last one. With one lane the expression is names[0]."""
     code = names[-1]
     for k in reversed(range(len(names) - 1)):
         code = f"lane == {k} ? {names[k]} : {code}" if lanes > 1 else names[0]
@@ -149,23 +152,23 @@ def of_lane(names: list[str], lanes: int) -> str:
 
 
 def name_of(text: str) -> str:
-    """Return the beginning of the names of the kernels with this struct; text: the struct's source. MLX caches
-    compiled code by the kernel's name, so the name contains a hash of the source."""
+    """Return how the names of all kernels with a generated struct begin. text: the struct's source. MLX caches compiled
+    code by the kernel's name, so the name contains a hash of the source."""
     return f"pointwise_{blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
-    """Return the source of the Metal function `forward`, one step. lanes: how many lanes share a unit. first: an
-    additional first parameter.
+    """Return the source of the Metal function `forward`, which computes one step. lanes: how many lanes share a unit.
+    first: the declaration of an additional first parameter.
 
-    In the code below `uniform` are the values that all lanes of a unit have: {node: variable}. a0, a1, ... are
-    registers with the preactivations: y, the input's part, plus the recurrent product. With `scatters` a lane finds
-    its gate's product in sums[0], else in the element of its gate. If the graph reads both parts `apart`, nothing is
-    added.
+    In the code below `uniform` is {node: variable}, for the values that all lanes of a unit have. The Metal variables
+    a0, a1, ... are registers with the preactivations: y, the input's part, plus the recurrent product. With `scatters`
+    the product of a lane's own gate is in sums[0], otherwise the product of gate k is in sums[k]. If the graph reads
+    both parts of a preactivation `apart`, the product is not added.
     """
     graph = cell.graph
     lines: list[str] = []
-    # gates: the nodes of the preactivations; -1: the cell does not read this one.
+    # gates: the nodes of the preactivations; -1 if the cell does not read a preactivation.
     number, gates = graph.number, [graph.number.get(f"x{k}", -1) for k in range(graph.gates)]
     uniform = {n: f"{name[0]}_in{name[1:]}" for name, n in number.items() if name[0] in "suw"}
     arrays = {"s": "s", "u": "u", "w": "p"}
@@ -190,14 +193,15 @@ def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
 
 
 def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
-    """Return the source of the Metal function `backward`, one step in reverse. lanes: how many lanes share a unit.
-    first: an additional first parameter.
+    """Return the source of the Metal function `backward`, which computes one step in reverse. lanes: how many lanes
+    share a unit. first: the declaration of an additional first parameter.
 
-    In the code below `uniform` are the values that all lanes of a unit have: {node: variable}. Besides the inputs of
-    the step these are the new states (n_in0, ...), which are read from the outputs instead of being computed again. y0,
-    y1, ... are registers with the saved values. The Metal parameters: p the parameters, u the inputs, before and after
-    the states, ds their gradients, first those after the step, on return those before it; d, du, dp: the gradients of
-    the preactivations, of u and of p.
+    In the code below `uniform` is {node: variable}, for the values that all lanes of a unit have: the inputs of the
+    step, and the new states (n_in0, ...), which are read from the outputs instead of being computed again. The Metal
+    variables y0, y1, ... are registers with the saved values. The parameters of the Metal function are p (parameters),
+    u (inputs), y (saved values), before and after (the states before and after the step), ds (on entry the gradients of
+    the states after the step, on return of those before it), d, du and dp (on return the gradients of the
+    preactivations, of u and of p).
     """
     graph = cell.graph
     after, number = graph.known_after(), graph.number  # {node of a new state: number of the state}, {input: node}
@@ -227,16 +231,16 @@ def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
 
 
 def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arrays) -> Arrays:
-    """Return the gradients of all arrays, by name. They are computed with products and sums over all steps from
-    `swept`, the results of the backward kernels by name: dz, du and dw (gradients of preactivations, inputs and
-    parameters), dh0, dc0, carry (with `keep`: the gradients of the states without the part through the recurrent
-    product) and those of the norm, see below. saved: the outputs of the forward pass.
+    """Return the gradients of all arrays of a call, by name. They are products and sums over all steps of the results
+    of the backward kernels. saved: the outputs of the forward pass. swept: the results of the backward kernels by name:
+    dz, du and dw (gradients of preactivations, inputs and parameters), dh0, dc0, with `keep` also carry (the gradients
+    of the states without the part that goes through the recurrent product), and with a norm d_product and y.
 
-    Two directions are computed one after the other. G gates, H units. stored_d: swept["dz"] [T, B, M H], in the order
-    of graph.stored_gradients: first the gradients of the G recurrent products, then those of the input's parts that
-    differ from them. dz: those of the input's parts only. With a norm the first G in stored_d are those of the norm's
-    results instead; d_product [T, B, G H] has those of the recurrent products, and y the normalised numbers. If the
-    norm's operand is the sum with the input's part, d_product is also dz.
+    Two directions are computed one after the other. G: gates, H: units. stored_d: swept["dz"] [T, B, M H], in the order
+    of graph.stored_gradients: first the gradients of the G recurrent products, then those gradients of the input's
+    parts that differ from them. dz: the gradients of the input's parts only. With a norm the first G blocks of stored_d
+    are the gradients of the norm's results; d_product [T, B, G H] has the gradients of the recurrent products, and y
+    the normalised numbers. If the product plus the input's part is normalised, d_product is also dz.
     """
     if problem.bidirectional:
         parts = []
@@ -259,7 +263,8 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
     sweep |= {"dz": dz, "dp": of_products}
     if cell.norm is not None:
         sweep["da"] = stored_d[..., : G * H]
-    # What the built-in cells do not have is computed here, and the sum for b without a copy of 16-bit rows in float32.
+    # The gradients of inputs and params are computed here, because built-in cells do not have them. So is the gradient
+    # of b, to avoid a float32 copy of 16-bit rows.
     own = {"inputs": lambda: swept["du"], "params": lambda: swept["dw"].sum(axis=0), "b": lambda: bias_gradient(dz)}
     shared = {name: array for name, array in arrays.items() if name not in own}
     gradients = ops.gradients_after_sweep(problem, shared, saved, sweep)
@@ -267,7 +272,7 @@ def gradients_after(problem: Problem, arrays: Arrays, saved: Arrays, swept: Arra
 
 
 def bias_gradient(dz: mx.array) -> mx.array:
-    """Return the gradient of b, the sum of dz [T, B, .] over all steps and items. 16-bit rows are added up in
-    float32 by a product with ones (`column_sums`)."""
+    """Return the gradient of the bias b: the sum of dz [T, B, .] over all steps and batch items. 16-bit rows are summed
+    in float32 by a product with ones (`column_sums`)."""
     rows = ops.flat(dz)
     return column_sums(rows, None if rows.dtype == mx.float32 else mx.ones((1, len(rows)), rows.dtype))

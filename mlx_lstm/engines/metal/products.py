@@ -1,18 +1,18 @@
-"""The matrix products of the Metal engines that span all time steps. MLX computes them: the input's product before
-the steps, and the gradients of the weights after the backward steps.
+"""Compute the matrix products of the Metal engines that span all time steps, with operations of MLX: the input's
+product before the steps, and the gradients of the weights after the backward steps.
 
-This module computes the gradients in few launches: one product per weight, for both directions at once. It does not
-support a mask, `keep`, a peephole, a norm, or a GRU whose reset comes before the candidate's product. For these options
-the engines call `engines.ops.sweep.gradients_after_sweep`, which supports all of them.
+The gradients take few launches here: one product per weight, for both directions at once. This does not support a mask,
+`keep`, a peephole, a norm, or a GRU whose reset comes before the candidate's product. For these options the engines
+call `engines.ops.sweep.gradients_after_sweep`, which supports all options.
 
 - z [T, B, D G H]: the input's part of the preactivations
-- h_in [D, T, B, P]: what the recurrent product multiplies with Wh at each step
-- q [D, T, B, H]: the recurrent product of a GRU's candidate; r multiplies it if the reset comes after the product
-- dz [T, B, D G H]: the gradient of the preactivations. d_out: that of the recurrent products, if it differs
+- h_in [D, T, B, P]: the vectors that the recurrent product multiplies by Wh, of all steps
+- q [D, T, B, H]: the recurrent product of a GRU's candidate
+- dz [T, B, D G H]: the gradient of the preactivations. d_out: the gradient of the recurrent products, if it differs
 - m [D, T, B, H]: the vector that a projection multiplies, h = m Wp^T
-- ones [1, T B]: multiplied with 16-bit rows, it adds them up in float32
+- ones [1, T B]: a product with it sums 16-bit rows in float32
 
-T steps, B items, D directions, G gates, H units, P the width of h.
+T: steps, B: batch items, D: directions, G: gates, H: units, P: the width of h.
 """
 
 from collections.abc import Collection
@@ -26,15 +26,15 @@ from ..problem import Arrays, Problem
 from .kernel import Launch, Outputs, Source, cached, constant, contiguous, fields_of, prepare, struct_of
 
 THREADS = 256
-"""The threads of a threadgroup of the shader `recurrent_input`."""
+"""How many threads a threadgroup of the shader `recurrent_input` has."""
 
 
 def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
     """Return z, the input's part of the preactivations: x Wx^T + b or, without Wx, x + b. This takes one launch,
     unless Wx is quantized.
 
-    launches: how many launches read z. A launch copies an array that is not contiguous. So if several launches read z,
-    it is made contiguous here, and copied only once.
+    launches: how many launches read z. A launch copies an array that is not contiguous. If several launches read z, it
+    is made contiguous here, so that it is copied only once.
     """
     x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
     if Wx is not None and b is not None and (problem.packing is None or not is_packed("Wx", arrays)):
@@ -44,28 +44,30 @@ def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
 
 
 def is_plain(problem: Problem, names: Collection[str]) -> bool:
-    """Return whether `gradients_in_few_launches` can compute the gradients of all arrays with these names. It does
-    not support a mask, `keep`, a peephole, or a GRU whose reset comes before the candidate's product."""
+    """Return whether `gradients_in_few_launches` can compute the gradients of this call, whose arrays have these names.
+    It does not support a mask, `keep`, a peephole, a norm, or a GRU whose reset comes before the candidate's
+    product."""
     rare = "mask" in names or "keep" in names or "peephole" in names
     return not rare and problem.cell.reset != "before" and problem.cell.norm is None
 
 
 def takes_product(cell: AnyCell) -> bool:
-    """Return whether the backward steps read q, the recurrent product of a GRU's candidate. They do if the reset
-    comes after this product, because the gradient of r then is q times that of the candidate's preactivation."""
+    """Return whether the backward steps read q, the recurrent product of a GRU's candidate. They do if the reset comes
+    after this product: then the gradient of the gate r is q times the gradient of the candidate's preactivation."""
     return cell.reset == "after"
 
 
 def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.array | None) -> Arrays:
-    """Return a dict with h_in: mask * (h before the step) at each step, and 0 past an item's end. If the arrays have
-    16 bits and there are biases, the dict also has `ones`, which sums up 16-bit rows in float32 (`column_sums`). If the
-    call has lengths and Wx and `is_plain` is true, it also has x_in [T, B, I]: x with 0 past an item's end.
+    """Compute arrays that the gradients after the backward steps need. Return a dict with h_in [D, T, B, P]: at each
+    step mask * (h before the step), and 0 past an item's end. If the arrays have 16 bits and there are biases, the dict
+    also has `ones`, with which `column_sums` sums 16-bit rows in float32. If the call has lengths and Wx and `is_plain`
+    is true, the dict also has x_in [T, B, I]: x with 0 past an item's end.
 
     h: the output of the forward pass. mask: the factor on h in the recurrent product (it includes `keep`), or None.
     """
     inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": arrays.get("lengths")}
-    # A NaN in the padding of x would reach the gradient of Wx, because NaN times 0 is NaN. So the launch writes a copy
-    # of x with 0 in the padding.
+    # Past an item's end x may be NaN. There the gradient is 0, but NaN times 0 is NaN, which would spoil the gradient
+    # of Wx. So the launch writes a copy of x with 0 past an item's end.
     copies_x = "lengths" in arrays and "Wx" in arrays and is_plain(problem, arrays)
     inputs["x"] = arrays["x"] if copies_x else None
     sums = h.dtype != mx.float32 and ("b" in arrays or "bhn" in arrays)
@@ -85,10 +87,11 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.arra
 def input_launch(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, sums: bool, width: int
 ) -> tuple[Launch, mx.array]:
-    """Return the launch of the shader `recurrent_input`, and its array of sizes, which metal/recurrent_input.metal
-    lists. names: which of the arrays h, h0, mask, lengths and x the call has. masks_differ: whether each step has
-    its own mask. sums: whether the shader also writes `ones`. width: the number of features of x, or 0 without x. A
-    thread computes one number of h_in; the P threads of an item divide the features of x among themselves."""
+    """Return the launch of the shader `recurrent_input`, and its input array `sizes`; metal/recurrent_input.metal
+    describes both. names: which of the arrays h, h0, mask, lengths and x the launch has. masks_differ: whether each
+    step has its own mask. sums: whether the shader also writes `ones`. width: the number of features of x, or 0 if the
+    launch does not copy x. Each thread computes one number of h_in; the P threads of an item divide the features of x
+    among themselves."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "x", "sizes")}
     outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}
@@ -103,8 +106,9 @@ def input_launch(
 
 
 def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
-    """Return q for all steps, as one product over all T * B rows: h_in with the candidate's rows of Wh, plus its
-    bias bhn, if the call has one. q is not yet multiplied by r."""
+    """Return q [D, T, B, H], the recurrent product of a GRU's candidate at all steps, computed as one product over all
+    T * B rows: h_in times the candidate's rows of Wh, plus the bias bhn, if the call has it. The gate r is not yet a
+    factor of q."""
     D, T, B, H = h_in.shape
     Wh, bhn = arrays["Wh"].reshape(D, 3 * H, H), arrays.get("bhn")
     rows, Wh_n = h_in.reshape(D, T * B, H), mx.swapaxes(Wh[:, problem.cell.block("n", H)], 1, 2)
@@ -115,8 +119,9 @@ def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
 def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -> Arrays:
     """Return the gradients of all arrays, by name.
 
-    sweep: the results of `recurrent_input` and of the backward steps, by name: h_in and perhaps ones and x_in; dz, dh0
-    and dc0; d_out, if it differs from dz; with a projection h = m Wp^T dh [T, B, D P], the gradient of h, and m.
+    sweep: the results of `recurrent_input` and of the backward steps, by name. These are h_in, dz, dh0 and dc0. Some
+    calls also have ones and x_in; d_out, if it differs from dz; and with a projection h = m Wp^T also dh [T, B, D P],
+    the gradient of h, and m.
     """
     (D, T, B, P), H, ones = sweep["h_in"].shape, problem.H, sweep.get("ones")
     d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)  # the gradients of the recurrent products
@@ -135,7 +140,7 @@ def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -
     without_b.pop("b", None)
     if "x_in" in sweep:
         without_b["x"] = sweep["x_in"]
-        del without_b["lengths"]  # the padding of x_in is 0 already
+        del without_b["lengths"]  # x_in is already 0 past an item's end
     gradients |= ops.input_gradients(without_b, sweep["dz"])
     for name in gradients:
         gradients[name] = gradients[name].astype(arrays[name].dtype)
@@ -143,6 +148,6 @@ def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -
 
 
 def column_sums(rows: mx.array, ones: mx.array | None) -> mx.array:
-    """Return the sum of all rows, accumulated in float32. The sum of 16-bit rows is a product with `ones` [1, rows],
-    so that they need not be copied to float32; float32 rows are added up as they are (`ones` is None)."""
+    """Return the sum of all rows, accumulated in float32. For 16-bit rows the sum is a product with `ones` [1, number
+    of rows], so that no float32 copy of the rows is made. For float32 rows `ones` is None."""
     return rows.sum(axis=0) if ones is None else (ones @ rows).reshape(-1)

@@ -1,14 +1,15 @@
-"""Generate the Metal statements that compute the nodes of a cell's graph. The lanes (GPU threads) that share a
-hidden unit run these statements together.
+"""Generate the Metal statements that compute the nodes of a cell's graph, for the lanes (GPU threads) that share a
+hidden unit.
 
-With four lanes per unit, each lane computes a different one of the costly functions at the same time: the
-activations of an LSTM's four gates take as long as one activation. A "bundle" is a register that holds a different
-node in each lane: lane k holds node number k of a list. Every other value is the same in all lanes of the unit.
+All lanes of a unit run the same statements. With four lanes per unit, each lane can compute a costly function of
+another value at the same time: the activations of an LSTM's four gates take as long as one activation. A "bundle" is a
+register that holds a different node in each lane: lane k holds node number k of a list. Every other variable has the
+same value in all lanes of the unit.
 
-A node is an operation of the cell's graph, named by its number. `quad_broadcast(x, n)` gives all four lanes the x of
-lane n; `simd_shuffle_xor(x, n)` gives each lane the x of lane (own ^ n), an exclusive or. OPERATIONS: the Metal
-expression of each operation. CONDITIONS: the operations with bool results. COMMUTES: those whose operands may change
-places. COSTLY: those with many instructions. ALIKE: sets of those that one statement can compute together.
+A node is an operation of the cell's graph; it is named by its number. In Metal `quad_broadcast(x, n)` returns to all
+four lanes the x of lane n, and `simd_shuffle_xor(x, n)` returns to each lane the x of the lane whose number is (own
+number) ^ n. CONDITIONS, from `cell_graph`, are the operations with bool results; COMMUTES those whose two operands may
+change places.
 """
 
 from collections.abc import Sequence
@@ -31,15 +32,15 @@ OPERATIONS = {
     "gt": "{} > {}", "ge": "{} >= {}", "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}", "ne": "{} != {}",
     "and": "{} && {}", "or": "{} || {}", "not": "!{}", "float": "({} ? 1.0f : 0.0f)", "select": "({} ? {} : {})",
 }  # fmt: skip
-"""The Metal expression of each operation of a graph. metal/cell.metal defines the function `squash`, and
-metal/pointwise.metal the functions `own_...`, except for those in `HELPERS`."""
+"""{operation of a graph: its Metal expression}. metal/cell.metal defines the function `squash`. metal/pointwise.metal
+defines the functions `own_...`, except for those in `HELPERS`."""
 
 HELPERS = {
     "rem": "static float own_remainder(float a, float b) {\n"
     "const float r = fmod(a, b);\nreturn r != 0.0f && (r < 0.0f) != (b < 0.0f) ? r + b : r;\n}\n",
 }
-"""Metal functions that only few cells need, by the name of the operation. A cell's struct contains those that it
-calls."""
+"""{operation of a graph: the source of a Metal function for it}. Only few cells need these functions, so each is
+written into the structs of the cells that call it."""
 
 COSTLY = ("tanh", "sigmoid", "exp", "log", "log2", "log10", "log1p", "expm1", "erf", "logaddexp", "pow")
 COSTLY += ("sin", "cos", "tan", "sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh", "atan2")
@@ -63,19 +64,19 @@ def literal(value: float) -> str:
 
 
 class Statements:
-    """A generator of Metal statements for the lanes of one unit. lanes: how many lanes share the unit, 4 or 1.
-    lines: the statements generated so far."""
+    """Generates Metal statements for the lanes of one unit. lanes: how many lanes share the unit, 4 or 1. lines: the
+    statements generated so far."""
 
     def __init__(self, graph: CellGraph, lanes: int, uniform: dict[int, str], bundles: list[tuple[str, list[int]]]):
-        """Create a generator. uniform: {a node whose value all lanes already have: the name of the variable with this
-        value}. bundles: the registers that hold a different node in each lane, as pairs (name, the node of each
-        lane)."""
+        """Create a generator for the nodes of `graph`. uniform: {node whose value all lanes already have: name of the
+        variable with this value}. bundles: the registers that hold a different node in each lane, as pairs (name, the
+        node of each lane)."""
         self.graph, self.lanes = graph, lanes
         self.uniform, self.bundles = dict(uniform), list(bundles)
         self.lines: list[str] = []
-        self.merged: dict[tuple[int | None, ...], str] = {}  # {the node that each lane wants: variable}, from `merge`
+        self.merged: dict[tuple[int | None, ...], str] = {}  # cache of `merge`: {node wanted by each lane: variable}
         self.names = (f"v{n}" for n in count())
-        if lanes == 1:  # a register holds one node, which the only lane has
+        if lanes == 1:  # a register holds one node, so all lanes (the only one) have its value
             self.uniform |= {n: name for name, nodes in bundles for n in nodes[:1]}
 
     def new(self, n: int, code: str) -> str:
@@ -87,18 +88,18 @@ class Statements:
         return name
 
     def is_known(self, n: int) -> bool:
-        """Return whether the value of node n exists without further Metal statements: n is a constant, or a variable
-        of some lane already has its value."""
+        """Return whether the value of node n needs no further Metal statement to compute it: n is a constant, or a
+        variable has its value in at least one lane."""
         return n in self.uniform or self.graph.nodes[n].op == "const" or self.place(n) is not None
 
     def place(self, n: int) -> tuple[str, int] | None:
-        """Return (name, lane): the name of a register that holds node n in one of its lanes, and this lane. Return None
-        if no register holds node n."""
+        """Return where a bundle (a register with a different node in each lane) holds node n, as (the register's name,
+        the lane). Return None if no bundle holds node n."""
         return next(((name, nodes.index(n)) for name, nodes in self.bundles if n in nodes), None)
 
     def everywhere(self, n: int) -> str:
-        """Return an expression that has the value of node n in all lanes: a variable or a literal. Append the
-        statements that compute the variable, if there is none yet."""
+        """Return a Metal expression that has the value of node n in all lanes: the name of a variable, or a literal. If
+        there is no such variable yet, append the statements that compute it."""
         node, place = self.graph.nodes[n], self.place(n)
         if n in self.uniform:
             return self.uniform[n]
@@ -111,9 +112,11 @@ class Statements:
         return self.uniform[n]
 
     def divide_work(self, outputs: Sequence[int]) -> None:
-        """Append statements for the costly operations that the outputs need, one level after the other. The
-        operations of a level do not depend on each other, so up to four of a kind run at the same time, one per
-        lane. One that is alone of its kind is left out: the statements that need it compute it."""
+        """Append statements for the costly operations on which the nodes `outputs` depend, so that the lanes divide
+        these operations among themselves. The level of a node is how many costly operations follow one after the other
+        up to this node. Operations of one level do not depend on each other. So up to four of one kind are computed by
+        one statement, one in each lane. An operation that is the only one of its kind on its level is not computed
+        here, but where it is needed."""
         if self.lanes == 1:
             return
         nodes, level = self.graph.nodes, dict[int, int]()
@@ -131,8 +134,8 @@ class Statements:
                     group = group[4:]
 
     def compute_together(self, group: list[int]) -> None:
-        """Append one statement that computes up to four operations, each in a different lane. An operation gets the
-        lane that holds its operand, if there is such a lane and it is free."""
+        """Append one statement that computes the operations `group` (up to four nodes), each in a different lane. If a
+        lane already holds an operand of an operation, this lane computes the operation, unless the lane is taken."""
         nodes, lane_of = self.graph.nodes, dict[int, int]()  # lane_of: the node that each lane computes
         for n in group:
             home = self.home(n)
@@ -148,19 +151,18 @@ class Statements:
         if len({*ops.values()}) == 1:
             code = OPERATIONS[nodes[group[0]].op].format(*operands)
         else:
-            # Only tanh and sigmoid are mixed: `squash` computes tanh where its first argument is true, else sigmoid.
+            # A group with several operations has only tanh and sigmoid (ALIKE). `squash` computes tanh if its first
+            # argument is true, else sigmoid.
             code = f"squash({self.condition([k for k in ops if ops[k] == 'tanh'])}, {operands[0]})"
         self.bundles.append((self.new(group[0], code), [-1 if n is None else n for n in wanted]))
 
     def condition(self, lanes: list[int]) -> str:
-        """Return the Metal expression that is true in the lanes (threads) with these numbers and false in all other
-        lanes."""
+        """Return a Metal expression that is true in the lanes with these numbers, and false in all other lanes."""
         return " || ".join(f"lane == {k}" for k in lanes)
 
     def home(self, n: int) -> int | None:
-        """Return a lane that holds a value from which node n is computed, so that this lane can compute n without
-        receiving the value from another lane. Return None if no lane holds such a value, or if all lanes hold all such
-        values.
+        """Return the number of the lane that should compute node n: a lane that holds a value from which n is computed,
+        which then need not be sent to another lane. Return None if no single lane holds such a value.
         """
         for k in needed(self.graph.nodes, [n], self.uniform):
             place = self.place(k)
@@ -178,20 +180,21 @@ class Statements:
         return self.merged[key]
 
     def merge_new(self, wanted: Sequence[int | None]) -> str:
-        """Do the work of `merge` without its cache: return the name of a variable that has in each lane k the
-        value of node wanted[k] (None: any value). Use an existing variable with these values, or append statements
-        that compute a new one."""
+        """Return the name of a variable that has in each lane k the value of node wanted[k] (None: any value). If there
+        is no such variable, append statements that compute one. This is `merge` without its cache."""
         nodes, lanes = self.graph.nodes, [k for k, n in enumerate(wanted) if n is not None]
         of = {k: n for k, n in enumerate(wanted) if n is not None}
         for name, have in self.bundles:
             if all(have[k] == of[k] for k in lanes):
                 return name
         first = of[lanes[0]]
-        # One node for all lanes: compute it everywhere. But if only one lane wants it, and it is computed from values
-        # that lanes hold, the code below computes it without sending these values to all lanes.
+        # All lanes want the same node: compute it in all lanes. The exception is a node that only one lane wants, and
+        # that is computed from values of single lanes. The code below computes it without sending these values to all
+        # lanes.
         if len({*of.values()}) == 1 and (len(lanes) > 1 or self.is_known(first) or self.home(first) is None):
             return self.everywhere(first)
-        # If all lanes need the same operation, merge its operands, so that one statement computes it in all lanes.
+        # All lanes want results of the same operation: merge the operands of all lanes, so that one statement computes
+        # the operation in all lanes.
         if (
             len({nodes[n].op for n in of.values()}) == 1
             and nodes[first].args
@@ -205,14 +208,15 @@ class Statements:
                 for a in range(len(nodes[first].args))
             ]
             return self.new(first, OPERATIONS[nodes[first].op].format(*merged))
-        # No single statement computes the values of all lanes, so each lane selects its value with a conditional
-        # expression. Lanes whose values are in one register, or are results of the same operation, share a selection.
+        # No single statement computes the values of all lanes, so the lanes select their values with conditional
+        # expressions. Lanes whose values are in one register, or are results of the same operation, form a group with
+        # one selection.
         self.exchange(of)
         kinds: dict[object, list[int]] = {}
         for k, n in of.items():
             mine = next((name for name, have in self.bundles if have[k] == n), None)
             kinds.setdefault(mine or (n if self.is_known(n) else nodes[n].op), []).append(k)
-        # The largest group comes last, because the last value in a chain of selections needs no comparison.
+        # The largest group is the last alternative of the conditional expression, which needs no comparison.
         groups = sorted(kinds.values(), key=len) if len(kinds) > 1 else [[k] for k in lanes]
         parts = [(group, self.merge([of[k] if k in group else None for k in range(4)])) for group in groups]
         code = parts[-1][1]
@@ -221,9 +225,9 @@ class Statements:
         return self.new(first, code)
 
     def exchange(self, of: dict[int, int]) -> None:
-        """Append shuffles with which pairs of lanes exchange the values of one register, if at least two lanes then
-        get the nodes that they want. For example, the backward pass of an LSTM needs gate g in the lane of gate i, and
-        gate i in the lane of gate g: one shuffle replaces two broadcasts. of: from each lane to the node that it wants.
+        """Append shuffles, with which pairs of lanes exchange the values of one register, if at least two lanes get the
+        nodes that they want by one shuffle. For example, the backward pass of an LSTM needs gate g in the lane of gate
+        i, and gate i in the lane of gate g: one shuffle replaces two broadcasts. of: {lane: the node that it wants}.
         """
         wanted: dict[tuple[str, int], list[int]] = {}
         for k, n in of.items():
@@ -237,14 +241,14 @@ class Statements:
                 self.bundles.append((self.new(of[lanes[0]], code), [have[k ^ distance] for k in range(4)]))
 
     def align(self, operands: dict[int, list[int]]) -> None:
-        """Swap the two operands of a commutative operation in some lanes, in place, so that fewer statements are
-        needed before all lanes can compute the operation together. Each lane is compared with the first one: its
-        operands are swapped if they then have more in common with the first lane's operands (the same node, register
-        or operation). operands: the two operands of each lane."""
+        """Swap the two operands of a commutative operation in some lanes, in place, so that fewer statements are needed
+        to merge the operands of all lanes. In each lane the operands are swapped if they then have more in common with
+        the operands of the first lane (the same node, register or operation). operands: {lane: its two operands}."""
         nodes, (start, first), *others = self.graph.nodes, *operands.items()
 
-        # The more statements a pair of operands saves, the higher its score: the same node needs none of its own, one
-        # register with both nodes no selection, and one operation is merged further.
+        # Return a score for the operands `pair` of lane k. It is higher if merging them with those of the first lane
+        # needs fewer statements: none for the same node; no selection for two nodes of one register; one statement for
+        # the same operation.
         def likeness(k: int, pair: Sequence[int]) -> int:
             score = 0
             for a, b in zip(first, pair, strict=True):
@@ -257,10 +261,11 @@ class Statements:
                 operands[k] = pair[::-1]
 
     def in_lanes(self, outputs: Sequence[int]) -> list[str]:
-        """Return the names of registers that hold the outputs: lane k of register j has output number lanes * j + k."""
+        """Return Metal expressions of registers that together hold the nodes `outputs`: lane k of register j has output
+        number lanes * j + k. Append the statements that compute them."""
         if self.lanes == 1:
             return [self.as_float(n, self.everywhere(n)) for n in outputs]
-        # part[0]: a merged variable has the type of its first node.
+        # A merged variable has the type of its first node, part[0].
         parts = [list(outputs[start : start + 4]) for start in range(0, len(outputs), 4)]
         return [self.as_float(part[0], self.merge([*part, *[None] * (4 - len(part))])) for part in parts]
 

@@ -1,31 +1,36 @@
 """Engine `stepwise`: run the recurrence on the GPU, with one launch of a Metal shader per time step.
 
-One launch computes the recurrent product and the cell of a step, for both directions if both run. Some calls need more
-launches per step: one for a projection; one for a norm; one for a GRU whose reset comes before the candidate's product.
-A launch of MLX cannot write to an existing array. So each launch writes a new one, a row, and the next launch reads it.
-One more launch at the end of a pass copies all rows into sequences in the order of time. Dtypes, laziness and quantized
-weights are as in the module `fused`. Words and names:
+One launch computes the recurrent product and the cell of a step, for both directions if the call has two. Three kinds
+of calls need one more launch per step: those with a projection, those with a norm, and a GRU whose reset comes before
+the candidate's product. A launch of MLX cannot write to an existing array. So each launch writes a new array, called a
+row, which the next launch reads. At the end of a pass one more launch copies all rows into sequences in the order of
+time. Dtypes, laziness and quantized weights are as in the module `fused`. What the names in this file mean:
 
 - kernel, launch: compiled Metal code; one run of it
-- row: first float32 numbers (c, or gradients in the backward pass), then blocks of H numbers in the dtype of the call.
-  Its elements have the dtype `row_type`: float32, or in a call of 16 bits uint16, of which a float32 number takes two.
-  An array that is not collected and has no float32 numbers may have the dtype of the call instead
+- row: the array that a launch writes. It has first float32 numbers (c, or gradients in the backward pass), then blocks
+  of H numbers in the dtype of the call. Its elements have the dtype `row_type`: float32, or uint16 in a call of 16
+  bits, where a float32 number takes two elements. A row without float32 numbers, if no `Rows` collects it, may have the
+  dtype of the call instead
 - `rows`: a `Rows`, which collects the rows of a pass. Some launches also join several earlier rows into one array
-- `inputs`: the arrays that kernels read, by name; None means absent. `present`: the names of those that are there
-- `step`, `dh`, ...: what `each_step` returns. `step(n, row)` launches step n, reads `row` and returns the new row
-- `before`, `after`: the input of a kernel with the row of the launch before; its output, the new row. `h_before`: with
-  a projection, the row with h of the step before
+- `inputs`: the arrays that kernels read, by name; None means that the call does not have an array. `present`: the names
+  of the arrays that the call has
+- `step`, `dh`, ...: launches that `each_step` returns. `step(n, row)` launches step n, which reads `row`, and returns
+  the new row
+- `before`: the input of a kernel with the row of the launch before. `after`: its output, the new row. `h_before`: with
+  a projection, the input with h of the step before
 - `sizes`: an input with the sizes of a launch. `weights`: the matrix of a backward product
 - `layout`: for each kind of rows the number of rows in each array, the elements of a row, and H or P
 - saved, cotangents: the outputs of the forward pass; the gradients that the caller gives for some of them
-- carry: the gradient of a state before a step, without the part through the recurrent product
-- z: the input's part of the preactivations. q: a GRU's candidate's recurrent product. m: in a projection h = m Wp^T
+- carry: the gradient of a state before a step, without the part that goes through the recurrent product
+- z: the input's part of the preactivations. q: the recurrent product of a GRU's candidate. m: the vector that a
+  projection multiplies, h = m Wp^T
 - tile: the rows (batch items) and columns (one per unit and gate) of a product that one threadgroup computes
 - lane: one of the 32 threads of a simdgroup, which run together
 
-T steps, B items, D directions, H units, P the width of h, K the terms of each sum of a product, G gates. All functions
-`..._kernel` have the parameters that `each_step` passes: problem, dtype of the arrays, `present`, and has_rows: whether
-the rows of these launches are collected. Only `dh_kernel` reads has_rows; for others it is _has_rows.
+T: steps, B: batch items, D: directions, H: units, P: the width of h, K: the terms of each sum of a product, G: gates.
+All functions `..._kernel` have the parameters that `each_step` passes: the problem, the dtype of the arrays, `present`,
+and has_rows: whether a `Rows` collects the rows of these launches. Only `dh_kernel` reads has_rows; in other functions
+the parameter is called _has_rows.
 """
 
 from collections.abc import Callable, Collection
@@ -68,17 +73,17 @@ from .rows import LEFT, Join, Rows, joined_beside, starts_of
 
 
 def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
-    """Run the forward pass. Return h [T, B, D P] and hT [B, D P]; with C > 0 states besides h also c [T, B, D C H]
-    and cT [B, D C H], both in float32. In training, or if the caller asks for them, also return gates [T, B, D N H]:
-    the N numbers per unit that the backward pass reads, mostly the gates.
+    """Run the forward pass. Return h [T, B, D P] and hT [B, D P]. If the cell has C > 0 states besides h, also return c
+    [T, B, D C H] and cT [B, D C H] in float32. In training, or if the caller asks for them, also return gates [T, B, D
+    N H]: the N numbers per unit that the backward pass reads, mostly the gates.
 
-    If only the backward pass will read the gates (`keeps_rows`), they are not copied into a sequence. Then the result
-    `ROWS` replaces them: a list of the arrays that contain the rows of the pass, and in them the gates.
+    If only the backward pass reads the gates (`keeps_rows`), they are not copied into a sequence. Instead the result
+    `ROWS` is returned: a list of the arrays with the rows of the pass, which contain the gates.
     """
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays) if cell.recurrent else None, project(problem, arrays)
-    # row: stands for the row of a step before the first one. before, reset_row: here only to say that the kernels have
-    # these inputs. Each launch gets its own.
+    # row: zeros that the first step gets in place of the row of a step before it. The entries before and reset_row only
+    # say that the kernels have these inputs; each launch gets other arrays for them.
     row = no_row(row_type(z.dtype))
     inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn", "inputs", "params"))
     inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, width=H, terms=P), "before": row, "reset_row": row}
@@ -105,7 +110,8 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
         for n in range(T):
             row = step(n, row, h)
             h = project_row(n, row)
-    # After the steps one launch copies the outputs from the rows: those of the cells, and those of a projection.
+    # After the steps one launch copies the outputs from the rows into sequences. The rows are those of the cells and,
+    # with a projection, those of h.
     kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
     keeps = keeps_rows(problem, arrays)
     with_gates = (problem.training or problem.return_gates) and not keeps and cell.kept > 0
@@ -117,12 +123,13 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
 
 
 def normed_steps(problem: Problem, arrays: Arrays, inputs: Inputs, row: mx.array, rows: Rows, projected: Rows) -> None:
-    """Launch the forward steps of a cell with a norm, and collect their rows in `rows`. Each step has two launches:
-    one computes the products of all units, the next one their norm and the cell. With a projection a third one
-    computes h, whose rows `projected` collects. inputs: what the kernels read, apart from the norms' arrays. row:
-    what the first step gets in place of the row of the step before."""
+    """Launch the forward steps of a cell with a norm, and collect their rows in `rows`. Each step has two launches: the
+    first computes the products of all units, the second their norm and the cell. With a projection a third launch
+    computes h; `projected` collects its rows. inputs: the arrays that the kernels read, apart from those of the norms.
+    row: zeros that the first step gets in place of the row of a step before it."""
     T, H, P, mask, h = problem.T, problem.H, problem.P, inputs["mask"], row
-    # before, h_before, product: here only to say that the kernels have these inputs. Each launch gets its own.
+    # The entries before, h_before and product only say that the kernels have these inputs; each launch gets other
+    # arrays for them.
     inputs = inputs | norms.inputs_of(problem, arrays)
     before = {"before": row} if "Wp" not in arrays else {"before": row, "h_before": row}
     product = each_step(norm_product_kernel, problem, inputs | before)
@@ -145,11 +152,11 @@ def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents
     saved: the outputs of the forward pass. cotangents: the gradients of some outputs. If the gates were not saved, or
     if their rows were already used (see `taken_rows`), the forward pass runs again to compute them.
 
-    First the launches of the steps compute the gradients that pass from step to step (`sweep_backward`, with a norm
-    `normed_backward`). The gradients of the weights follow: in few products if `is_plain` allows it, else as in the
-    other engines. operand: what the recurrent product multiplied with Wh at each step (h_in). product: whether the
-    steps read q, a GRU's candidate's recurrent product, which is computed from it. m: what a projection multiplies,
-    whose gradient of Wp is one of the few products.
+    First the launches of the steps compute the gradients of the states and preactivations (`sweep_backward`, with a
+    norm `normed_backward`). Then MLX computes the gradients of the weights: in few products if `is_plain` allows it,
+    else in `gradients_after_sweep`. operand: a dict with h_in, the vectors that were multiplied by Wh at all steps.
+    product: whether the steps read q, the recurrent product of a GRU's candidate, which is computed from h_in. wants_m:
+    whether the steps also return m, from which the gradient of Wp is computed.
     """
     cell = problem.cell
     if saved.get("gates") is None and cell.reads_kept and not saved.get(ROWS):
@@ -185,38 +192,40 @@ def sweep_backward(
     *,
     wants_m: bool,
 ) -> Arrays:
-    """Run the backward steps of a cell without norms. Return the results by name. The letters count numbers per
-    unit: C states besides h, M stored gradients of preactivations; in a user's cell also U inputs and V parameters.
+    """Run the backward steps of a cell without norms. Return the results by name. The letters C, M, U and V count
+    numbers per unit: states besides h, stored gradients of preactivations, and in a user's cell inputs and parameters.
 
     - dz [T, B, D M H]: the gradients of the preactivations
     - du [T, B, D U H]: the gradients of the inputs
     - dh0 [B, D P], dc0 [B, D C H]: the gradients of h0 and c0, each if the call has this array
     - dw [B, D V H]: the gradients of the parameters, not yet summed over the batch
-    - carry [T, B, D N H] in float32, if the call has `keep`: the carries of the N states that have one, before their
-      multiplication by keep. A carry is the gradient of a state without the part through the recurrent product; h has
-      none in a cell that reads h only in this product
+    - carry [T, B, D N H] in float32, if the call has `keep`: the carries of N states before their multiplication by
+      keep. A carry is the gradient of a state without the part that goes through the recurrent product. h has no carry
+      in a cell that reads h only in this product
     - dh [T, B, D P], with a projection: the gradient of h
     - m [D, T, B, H], with a projection and if `wants_m`: the vector that the projection multiplies with Wp
     - d_out [T, B, D 3H], for a GRU whose reset comes after the product: the gradient of the recurrent product
 
-    saved, cotangents: as in `backward`. mask: the factor on h in the recurrent product, with `keep` in it, or None. q:
-    the recurrent product of a GRU's candidate at all steps, or None.
+    saved: the outputs of the forward pass. cotangents: the gradients that the caller gives for some outputs. mask: the
+    factor on h in the recurrent product, which includes `keep`, or None. q: the recurrent product of a GRU's candidate
+    at all steps, or None.
     """
     T, B, H, P = problem[:4]
     D, cell = problem.directions, problem.cell
     resets_first, projects = resets_before(problem), "Wp" in arrays
-    # K: the terms of the product dz Wh; with the reset before it, the candidate has a product of its own.
+    # K: the number of terms in each sum of the product dz Wh. In a GRU whose reset comes before the product, the
+    # candidate has a separate product, so only two gates are counted.
     row, K = no_row(row_type(saved["h"].dtype)), (2 if resets_first else cell.gates) * H
     inputs = backward_inputs(problem, arrays, saved, cotangents) | {"mask": mask, "q": q, "before": row}
-    # Without a sequence of gates each step reads them from a row of the forward pass. `rows` and `row` only say here
-    # that the kernel has these inputs: each launch gets its own.
+    # If the gates were not copied into a sequence, each step reads them from a row of the forward pass. The entries
+    # rows and row only say that the kernel has these inputs; each launch gets other arrays for them.
     forward_rows = taken_rows(problem, saved)
     inputs |= {"rows": row, "row": step_number(0)} if forward_rows else {}
     inputs |= {
         "weights": transposed(arrays["Wh"]) if cell.recurrent else None,
         "sizes": sizes(problem, mask, width=H, terms=K),
     }
-    # The kernel of dh computes P numbers per item, the one of the cell H units.
+    # The kernel that computes dh has P columns, the kernel of the cell H columns.
     of_dh = inputs | {"sizes": sizes(problem, mask, width=P, terms=K)}
     if cell.stops_c:
         inputs["numbers"] = numbers_of(cell)
@@ -234,7 +243,8 @@ def sweep_backward(
         for n in reversed(range(T)):
             row = reset(n, step(n, row))
     elif projects:
-        # The product is dm = dh Wp here. The mask and the cotangents of h are already in dh.
+        # Here the product in the kernel of the cell is dm = dh Wp. dh already includes the mask and the cotangents of
+        # h.
         of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, width=H, terms=P), "dh_now": row}
         of_m |= dict.fromkeys(("mask", "dh", "dhT"))
         dh = each_step(dh_kernel, problem, of_dh | {"unclipped": unclipped(problem, arrays, saved)}, dh_rows)
@@ -250,7 +260,7 @@ def sweep_backward(
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
-        # Step -1 is the one before the first: its dh, without a cotangent, is dh0. Padding behind it is cut off.
+        # dh0 is the dh of step -1, before the first step. The row may be padded, so it is cut to B D P numbers.
         last = each_step(dh_kernel, problem, of_dh | {"dh": None})
         results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return results
@@ -264,12 +274,14 @@ def normed_backward(
     mask: mx.array | None,
     h_in: mx.array | None,
 ) -> Arrays:
-    """Run the backward steps of a cell with a norm. Each has two launches: one computes dh, the gradient of h, the
-    next one the gradients in the cell and the norms. With a projection one between them computes dm = dh Wp. Return
-    what `gradients_after_sweep` takes or, for a cell written by the user, what `pointwise.gradients_after` takes.
+    """Run the backward steps of a cell with a norm. Each step has two launches: the first computes dh, the gradient of
+    h, the second the gradients in the cell and the norms. With a projection a launch between them computes dm = dh Wp.
+    Return the results under the names that `gradients_after_sweep` takes or, for a cell written by the user,
+    `pointwise.gradients_after`.
 
-    saved, cotangents: as in `backward`. mask: the factor on h in the recurrent product, or None. h_in: what this
-    product multiplied with Wh at each step, for the numbers that the norms need (`norms.numbers_before_sweep`).
+    saved: the outputs of the forward pass. cotangents: the gradients that the caller gives for some outputs. mask: the
+    factor on h in the recurrent product, or None. h_in: the vectors that this product multiplied by Wh at all steps;
+    `norms.numbers_before_sweep` computes the normalised numbers from them.
     """
     T, B, H, P = problem[:4]
     D, cell, projects = problem.directions, problem.cell, "Wp" in arrays
@@ -279,8 +291,9 @@ def normed_backward(
     inputs |= {"mask": mask, "before": row, "q": numbers.get("q")}
     inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
     inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, width=P, terms=K)}
-    # The kernel of dh computes P numbers per item, the one of the cell H units. dh_now: the row of this dh (or dm), for
-    # which `row` stands here. numbers: the limit of a clip of c that stops gradients.
+    # The kernel that computes dh has P columns, the kernel of the cell H columns. The entry dh_now only says that the
+    # kernel of the cell has this input; each launch gets the row with dh (or dm) for it. numbers: contains the limit of
+    # c, which the kernel needs if the clip of c stops gradients.
     of_cell = inputs | {"sizes": sizes(problem, mask, width=H, terms=K), "dh_now": row}
     if cell.stops_c:
         of_cell["numbers"] = numbers_of(cell)
@@ -299,20 +312,22 @@ def normed_backward(
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(norm_gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
-        # Step -1 is the one before the first: its dh, without a cotangent, is dh0. Padding behind it is cut off.
+        # dh0 is the dh of step -1, before the first step. The row may be padded, so it is cut to B D P numbers.
         last = each_step(norm_dh0_kernel, problem, inputs | {"dh": None})
         results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return norms.for_gradients(problem, results, numbers, saved.get("gates"))
 
 
 def backward_inputs(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Inputs:
-    """Return the arrays of the caller and of the forward pass (`saved`) that the launches of backward steps read, apart
-    from the mask, the weights and what norms read. A cotangent has the name of its output with a d before it. None: the
-    cell has no such array, or its backward steps do not read it."""
+    """Return the arrays that the launches of backward steps read, apart from the mask, the weights, and the arrays of
+    norms. They are arrays of the call, outputs of the forward pass (`saved`) and cotangents. A cotangent has the name
+    of its output with a d before it. None means that the cell has no such array, or that its backward steps do not read
+    it."""
     cell = problem.cell
     inputs = options(problem, arrays, ("peephole", "inputs", "params"))
     inputs |= {name: contiguous(saved.get(name)) for name in (("h", "c") if cell.reads_h else ("c",))}
-    # With a norm the steps need no h0 either: h_in, from which `numbers_before_sweep` computes, contains it.
+    # If the steps do not read h, they do not need h0 either. With a norm h0 enters through h_in, from which
+    # `numbers_before_sweep` computes the normalised numbers.
     if not cell.reads_h:
         inputs.pop("h0", None)
     inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
@@ -336,16 +351,18 @@ def unclipped(problem: Problem, arrays: Arrays, saved: Arrays) -> mx.array | Non
 
 
 ROWS = "rows"
-"""The name under which the forward pass returns its rows (the arrays that its launches wrote) for the backward pass."""
+"""The key under which the forward pass returns the arrays with its rows (the arrays that its launches wrote), so that
+the backward pass can read the gates from them."""
 
 
 def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
-    """Return whether the forward pass keeps its rows for the backward pass, instead of copying the gates from the
-    rows into a sequence. names: the arrays that the call has.
+    """Return whether the backward pass reads the gates from the rows of the forward pass (the arrays that its launches
+    wrote), so that the forward pass need not copy them into a sequence. names: the names of the arrays that the call
+    has.
 
-    Only cells written by the user and an LSTM keep them, without a projection and without a norm, and if the caller
-    does not ask for the gates. Other backward passes cannot read rows: a GRU's steps need the gates of two steps at a
-    time, and a projection needs the gates of all steps in one launch.
+    This is so for an LSTM and for cells written by the user, without a projection and without a norm, if the caller
+    does not ask for the gates. Other backward passes cannot read rows: a step of a GRU needs the gates of two steps,
+    and a projection needs the gates of all steps in one launch.
     """
     cell = problem.cell
     reads_rows = cell.kept > 0 and cell.op in ("lstm", "pointwise") and "Wp" not in names
@@ -353,11 +370,12 @@ def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
 
 
 def taken_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, mx.array]]:
-    """Return, for each step of the forward pass, (the array that contains the step's row, the number of this row in
-    it), as inputs of a launch. Return an empty list if the forward pass kept no rows.
+    """Return the rows of the forward pass (the results of its steps, as its launches wrote them), as inputs for the
+    launches of the backward steps: for each step a pair (the array that contains the step's row, the index of the row
+    in this array). Return an empty list if the forward pass returned no rows.
 
-    The list of arrays in `saved` becomes empty. So only the returned list holds these arrays, and an array's memory is
-    freed when the caller has removed its last row from the returned list. piece: an array of one or more rows of
+    The list of arrays in `saved` becomes empty. So only the returned list refers to these arrays, and an array is freed
+    as soon as the caller has removed its last row from the returned list. piece: an array of one or more rows of
     `length` elements.
     """
     pieces: list[mx.array] = saved.get(ROWS, [])
@@ -368,10 +386,10 @@ def taken_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, 
 
 
 def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
-    """Return the inputs that all launches of a pass read unchanged: lengths, h0, c0, keep and the arrays named in
-    `more`, if the call has them. They are contiguous, so that no launch copies them. A plain RNN does not read
-    `keep`, because its mask already includes `keep`. The input `step` is 0 here; each launch replaces it by the
-    number of its step. The kernels declare h0, Wh and Wp as `device` arrays, so smaller ones are padded
+    """Return the inputs that all launches of a pass share: lengths, h0, c0, keep and the arrays named in `more`, if the
+    call has them. They are made contiguous, so that no launch copies them. A plain RNN does not read keep, because its
+    mask already includes keep. The entry step only says that the kernels have this input; each launch gets the number
+    of its step for it. The kernels read h0, Wh and Wp in the address space `device`, so small arrays are padded
     (`in_device_memory`)."""
     names = ("h0", "c0", *more) if problem.cell.op == "rnn" else ("h0", "c0", "keep", *more)
     inputs: Inputs = {"step": step_number(0), "lengths": arrays.get("lengths")}
@@ -382,15 +400,16 @@ def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
 
 
 def rows_of(problem: Problem, projects: bool) -> tuple[Rows, Rows]:
-    """Return two empty `Rows`: one for the rows of the cells, one for those of the projection, if there is one
-    (`projects`). The last launch can read `rows_left` arrays in all; with a projection each kind gets half of them."""
+    """Return two empty `Rows` objects, which collect the arrays that the launches of a pass write (the rows): one for
+    the rows of the cells, one for the rows of the projection. projects: whether the call has a projection. The launch
+    after all steps can read `rows_left` arrays of rows; with a projection each kind of rows gets half of them."""
     left = problem.limits.rows_left // 2 if projects else problem.limits.rows_left
     return Rows(problem.T, left), Rows(problem.T, left)
 
 
 def quantized_parts(arrays: Arrays, dtype: mx.Dtype) -> Inputs:
-    """Return the scales and biases of the quantized weights that the steps read, under the names that kernels have
-    for them."""
+    """Return the scales and biases of the quantized weights Wh and Wp, under the names that the kernels have for
+    them."""
     parts: Inputs = {}
     for name in ("Wh", "Wp"):
         if is_packed(name, arrays):
@@ -400,16 +419,16 @@ def quantized_parts(arrays: Arrays, dtype: mx.Dtype) -> Inputs:
 
 
 def sizes(problem: Problem, mask: mx.array | None, *, width: int, terms: int) -> mx.array:
-    """Return the array of sizes that a launch reads; metal/stepwise.metal lists them. width: the units or numbers of
-    h that the launch computes. terms: how many each sum of its product has. The array has fewer than 8 elements, so
-    that MLX binds it in constant memory."""
+    """Return the input array `sizes` of a launch; metal/stepwise.metal lists its numbers. width: how many columns the
+    launch computes (units, or numbers of h). terms: how many terms each sum of its product has. The array has fewer
+    than 8 elements, so that MLX binds it in Metal's address space `constant`."""
     differ = mask is not None and mask.shape[0] > 1
     return constant((problem.T, problem.B, width, terms, problem.directions, problem.reverse, differ), mx.int32)
 
 
 def no_row(dtype: mx.Dtype) -> mx.array:
-    """Return an array to pass to the first step's launch in place of the row of the launch before, because each
-    launch needs this input. The kernels do not read its 8 zeros. With fewer elements MLX would bind it in another
+    """Return an array that the launch of the first step gets in place of the row of the launch before, because each
+    launch must get this input. The kernels do not read its 8 zeros. With fewer elements MLX would bind it in another
     address space than a row."""
     return constant((0,) * 8, dtype)
 
@@ -421,43 +440,45 @@ def in_device_memory(array: mx.array | None) -> mx.array | None:
 
 
 def transposed(weights: mx.array) -> mx.array | None:
-    """Return the transpose [.., m, n] of matrices [.., n, m], in row-major order, as a kernel reads it."""
+    """Return the transpose [.., m, n] of matrices [.., n, m], contiguous and in the address space `device`, as kernels
+    need it."""
     return in_device_memory(contiguous(mx.swapaxes(weights, -1, -2)))
 
 
 # --- Sizes ---
 
 UNITS = {1: 32, 2: 16}
-"""How many hidden units a threadgroup computes in the forward pass, by the number of gates. For more gates it is 8, so
-that the product of a built-in cell has 24 or 32 columns."""
+"""{gates of a cell: how many hidden units a threadgroup computes in the forward pass}. With more gates it computes 8
+units. So the product of a built-in cell has 24 or 32 columns."""
 
 SLICES = {8: 4, 16: 2}
-"""How many simdgroups share the work on eight columns of the product in tiles, by the number of columns of a
-threadgroup. For other numbers it is one. It is also one with quantized weights, because several simdgroups would read
-the same words."""
+"""{columns of a threadgroup: how many simdgroups share the work on eight columns of a product of 8 x 8 matrices}. For
+other numbers of columns it is one. It is also one with quantized weights, because several simdgroups would read the
+same words."""
 
 TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
-"""The tiles (rows, columns) from which `tile_of` chooses, largest first, for products of 8 x 8 matrices with one column
-per unit. The key is the result of `stepwise_rows`."""
+"""{result of `stepwise_rows`: the tiles (rows, columns), largest first, from which `tile_of` chooses}. They are for
+products of 8 x 8 matrices with one column per unit."""
 
 
 def stepwise_rows(B: int, cut: Cut | None = None) -> int:
-    """Return how many batch items a threadgroup computes: at most `cut.rows`, a measured choice. With fewer than 8
-    the product is computed in lanes, else with 8 x 8 matrices."""
+    """Return how many of B batch items a threadgroup computes. cut: a limit on this number that a measurement has
+    chosen, or None. With fewer than 8 items the product is computed in lanes, else with 8 x 8 matrices."""
     rows = 1 if B == 1 else 4 if B < 8 else 8 if B < 32 else 32
     return min(rows, cut.rows) if cut else rows
 
 
 def forward_tile(problem: Problem) -> tuple[int, int, int]:
     """Return how a forward step is divided among threadgroups: (the batch items of a threadgroup, the columns of its
-    product, its units). A column is one gate of one unit. Without a product each of 256 threads computes one unit."""
+    product, its units). A column is one gate of one unit. A cell without a recurrent product has one unit per thread,
+    256 in all."""
     cell, rows = problem.cell, stepwise_rows(problem.B, problem.cut)
     if not cell.recurrent:
         return 1, 256, 256
     units = UNITS.get(cell.gates, 8)
-    # With 4 batch items a thread has one sum per gate and item, so many gates need too many registers. 8 x 8 matrices
-    # replace these sums from 8 items on; but a `cut` of fewer rows forbids matrices, so then a thread gets one item.
-    # With 32 items the sums of many gates exceed the 32 KB of a threadgroup.
+    # With 4 batch items a thread has one sum per gate and item, so many gates need too many registers. From 8 items on,
+    # 8 x 8 matrices are used, which need no such sums. But a `cut` limits the number of items, so then a threadgroup
+    # gets one item. With 32 items the sums of many gates need more than the 32 KB of threadgroup memory.
     if rows == 4 and cell.gates > 8:
         rows = 1 if problem.cut else 8
     if rows == 32 and cell.gates > 15:
@@ -466,32 +487,32 @@ def forward_tile(problem: Problem) -> tuple[int, int, int]:
 
 
 def tile_of(problem: Problem, width: int) -> tuple[int, int]:
-    """Return (rows, columns): how many batch items and how many columns of a product one threadgroup computes.
-    width: the number of columns of the whole product, one per unit. A cell without a product has a thread per unit.
+    """Return (rows, columns): how many batch items and how many columns of a product one threadgroup computes. width:
+    the number of columns of the whole product. A cell without a recurrent product has one unit per thread, 256 in all.
 
-    For fewer than 8 batch items the lanes of a threadgroup compute 8 columns by matrix-vector products. For more items
-    it multiplies 8 x 8 matrices; then it gets the largest tile for which there are still enough threadgroups for all
-    GPU cores.
+    For fewer than 8 batch items a threadgroup computes 8 columns in lanes. For more items it multiplies 8 x 8 matrices.
+    Then the result is the largest tile with which there are enough threadgroups for all GPU cores.
     """
     rows = stepwise_rows(problem.B, problem.cut)
     if not problem.cell.recurrent:
         return 1, 256
     if rows < 8:
         return rows, 8
-    # Smaller tiles give more threadgroups, but read operands and weights more often. We assume, but have not measured,
-    # that idle cores cost more time than these reads. So the largest tile that occupies all cores is chosen.
+    # With smaller tiles there are more threadgroups, but operands and weights are read more often. We assume, but have
+    # not measured, that idle cores cost more time than these reads. So the largest tile is chosen that gives each core
+    # work.
     tiles = TILES[rows]
     groups = [-(-problem.B // high) * -(-width // wide) * problem.directions for high, wide in tiles]
     return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= problem.cores), tiles[-1])
 
 
 def memory_of(tile: tuple[int, int], slices: int) -> int:
-    """Return the bytes of threadgroup memory of a product. tile: its rows and columns. slices: how many simdgroups
-    share each eight columns of a product of matrices.
+    """Return how many bytes of threadgroup memory a product needs. tile: its rows and columns. slices: in a product of
+    8 x 8 matrices, how many simdgroups share the work on eight columns.
 
-    A product of matrices has its operands, rows of 132 floats (PITCH in metal/stepwise_tiles.metal: 528 bytes), and
-    later its sums in the same memory. A product in lanes, for fewer than 8 rows, stores only its sums. The memory is
-    declared as vectors of 16 bytes, so it is rounded up to whole ones.
+    A product of matrices stores its operand there, in rows of 132 floats or 528 bytes (PITCH in
+    metal/stepwise_tiles.metal), and later its sums in the same memory. A product in lanes, for fewer than 8 rows,
+    stores only its sums. The memory is declared as vectors of 16 bytes, so the size is rounded up to a multiple of 16.
     """
     rows, columns = tile
     sums = 4 * slices * rows * columns
@@ -500,14 +521,14 @@ def memory_of(tile: tuple[int, int], slices: int) -> int:
 
 def index_bits(problem: Problem) -> int:
     """Return the number of bits of the integers that index arrays in the kernels: 32, or 64 if an array may have too
-    many elements. 64 bits are avoided because a step then needs twice as many instructions besides the multiply-adds
-    of the recurrent product."""
-    # `blocks` is the most elements that an array holds for one unit of one batch item. The array that a launch writes
-    # (a row) holds the unit's gates, h before a projection, and c in float32. In a row of 16-bit elements c takes two
-    # elements, so these are gates + 1 + 2. `width` stands beside T * B for the weights: Wh has D G H * P elements.
+    many elements. With 64 bits a step needs twice as many instructions besides the multiply-adds of the recurrent
+    product, so they are used only if necessary."""
+    # blocks: how many elements an array has for one unit of one batch item, at most. A row, the array that a launch
+    # writes, has the unit's gates (G elements), h before a projection (1) and c in float32 (2, if a row has 16-bit
+    # elements). The last factor of `largest` is T * B for sequences, and `width` for weights: Wh has D G H P elements.
     width, cell, blocks = max(problem.H, problem.P), problem.cell, problem.cell.gates + 3
-    # A user's cell, at most: two gradients per gate, float32 gradients of the states (with `keep` twice) and of the
-    # parameters, the gradients of the inputs, and the saved values.
+    # In a user's cell a row has at most these further numbers: two gradients per gate, float32 gradients of the states
+    # (with `keep` twice) and of the parameters, the gradients of the inputs, and the saved values.
     if isinstance(cell, PointwiseCell):
         blocks += 2 * cell.gates + 4 * cell.graph.states + 2 * cell.graph.params + cell.graph.inputs + cell.kept
     largest = problem.directions * blocks * width * max(problem.T * problem.B, width)
@@ -520,28 +541,29 @@ def index_type(problem: Problem) -> str:
 
 
 def named(name: str, problem: Problem) -> str:
-    """Return the kernel's name, with a suffix if its array indices have 64 bits: MLX caches compiled code by the
-    name, so another source needs another name."""
+    """Return the kernel's name, with a suffix if its array indices have 64 bits. MLX caches compiled code by the name,
+    so a different source needs a different name."""
     return name if index_bits(problem) == 32 else f"{name}__64"
 
 
 def row_type(dtype: mx.Dtype) -> mx.Dtype:
-    """Return the dtype of a row's elements. A row holds both float32 values and values in `dtype`, that of the
-    arrays. If these have 16 bits, its elements are uint16, and a float32 value takes two of them."""
+    """Return the dtype of the elements of a row, the array that a launch writes. dtype: the dtype of the call's arrays.
+    A row has both float32 numbers and numbers in `dtype`. If `dtype` has 16 bits, the elements of the row are uint16,
+    and a float32 number takes two of them."""
     return mx.float32 if dtype == mx.float32 else mx.uint16
 
 
 def row_length(problem: Problem, width: int, blocks: int, floats: int, dtype: mx.Dtype) -> int:
-    """Return the number of elements of a row. It contains `blocks` arrays [B, D width] in the dtype of the call, and
-    `floats` arrays of the same shape in float32, such as c or the gradient of c. The number is at least 8, because
-    MLX binds smaller arrays in another address space."""
+    """Return the number of elements of a row, the array that a launch writes. A row contains `blocks` arrays [B, D
+    width] in the dtype of the call, and `floats` arrays of the same shape in float32, such as c or the gradient of c.
+    The number is at least 8, because MLX binds smaller arrays in another address space."""
     words = floats * (4 // dtype.size)
     return max(8, problem.B * problem.directions * width * (blocks + words))
 
 
 def resets_before(problem: Problem) -> bool:
-    """Return whether the cell is a GRU whose reset comes before the candidate's product. Its steps have one more
-    launch than others, because this product needs the gate r of all units."""
+    """Return whether the cell is a GRU whose reset comes before the candidate's product. Each of its steps needs an
+    additional launch, because this product needs the gate r of all units."""
     return problem.cell.reset == "before"
 
 
@@ -549,10 +571,10 @@ def resets_before(problem: Problem) -> bool:
 
 
 class StepShader(NamedTuple):
-    """What a kernel of one step is built from. name: the shader, a function in metal/. fields: the names of all
-    arrays that it can read, separated by spaces, in the order in which a launch gets them. saves: whether the row
-    that it writes includes the gates, or None if the shader has no such choice. cell: whether the shader has the
-    cell's struct as template argument."""
+    """A shader for one step, from which a `StepKernel` is built. name: the name of the function in metal/. fields: the
+    names of all arrays that it can read, separated by spaces, in the order in which a launch gets them. saves: whether
+    the row that it writes includes the gates, or None if the shader has no such choice. cell: whether the cell's struct
+    is a template argument of the shader."""
 
     name: str
     fields: str
@@ -561,12 +583,13 @@ class StepShader(NamedTuple):
 
 
 class StepKernel:
-    """The kernel of one launch of a step. It has two variants: `launch` runs the step only; `joining` returns
-    launches with additional threadgroups, which also copy the rows of earlier steps into one array.
+    """The kernel of one launch of a step. It has two variants: `launch` only runs the step; `joining` returns launches
+    with additional threadgroups, which also copy several arrays of earlier rows into one array.
 
     present: the names of the arrays that the call has. step: the shader. tile: how many rows and columns of the product
-    a threadgroup computes. units: (the number of columns or units in all, that of one threadgroup); their quotient is
-    the number of threadgroups. output: the number of elements and the dtype of the row that a launch writes.
+    a threadgroup computes. units: a pair of numbers of units or columns, (all, those of one threadgroup); their
+    quotient, rounded up, is the number of threadgroups. output: the number of elements and the dtype of the row that a
+    launch writes.
     """
 
     def __init__(
@@ -584,8 +607,8 @@ class StepKernel:
         shader, fields, saves, cell = step
         rows, columns = tile
         self.problem: Problem = problem
-        # own: the generated source of a user's cell, "" for a built-in one. The kernel's name names the cell, too,
-        # unless the shader does: kernels with different sources need different names.
+        # own: the generated source of a user's cell; "" for a built-in cell. Kernels with different sources need
+        # different names, so the kernel's name contains the cell, unless the name of the shader does.
         own = struct_text(problem.cell) + norm_text(problem.cell) if isinstance(problem.cell, PointwiseCell) else ""
         self.own: str = own
         self.name: str = shader if "gru" in shader else f"{name_of(own) if own else problem.cell.op}_{shader}"
@@ -593,14 +616,14 @@ class StepKernel:
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
-        # slices: how many simdgroups share eight columns of 8 x 8 matrices, each computing a part of the sum; see
-        # SLICES. The threads are as many as the constant THREADS of the shaders' products says: 64 or 256 if lanes
-        # multiply; with 8 x 8 matrices 32 for eight columns, 4 per column.
+        # slices: how many simdgroups share eight columns of a product of 8 x 8 matrices, each computing a part of every
+        # sum. threads: the constant THREADS of the struct that computes the product in metal/: 256 in lanes (64 with
+        # quantized weights); with 8 x 8 matrices a simdgroup of 32 for eight columns and slice, so 4 per column.
         slices = 1 if lanes or quantized else SLICES.get(columns, 1)
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
-        # The template arguments of the shader, such as <LSTMCell<OPTIONS>, ByLanes<ROWS, COLUMNS>, SAVES, S>. The names
-        # in them are declared from `template`.
+        # The template arguments of the shader, such as <LSTMCell<OPTIONS>, ByLanes<ROWS, COLUMNS>, SAVES, S>. The
+        # source declares the names in them with the values in `template`.
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
         if not problem.cell.recurrent:
             product = "NoProduct"
@@ -626,41 +649,43 @@ class StepKernel:
         self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
         self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, group, {LANE});\n"
         self.launch: Launch = self.prepare(self.name, self.arrays + self.call)
-        # How many arrays of earlier steps a launch can join into one. Metal binds at most 31 arrays to a launch. A
-        # launch that joins binds 4 others besides its inputs: `after`, `joined`, `starts` and `first`.
+        # most: how many arrays of earlier rows a launch can copy into one. Metal binds at most 31 arrays to a launch. A
+        # launch that copies binds 4 arrays besides its inputs and the copied arrays: `after`, `joined`, `starts` and
+        # `first`.
         self.most: int = joined_beside(len(self.names) + 4)
         self.joins: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
 
     def prepare(
         self, name: str, body: str, joined: int = 0, more_groups: int = 0, pieces: tuple[str, ...] = ()
     ) -> Launch:
-        """Return a launch of the shader, named `name`, with the statements `body`. Some launches also join the rows
-        of earlier steps into one new array: then `pieces` are the names of the inputs with these rows, `joined` is
-        the number of elements of the new array, and `more_groups` are the additional threadgroups that copy. The
-        defaults are for a launch that joins nothing."""
+        """Return a launch of the shader. name: the kernel's name. body: the statements of its source. Some launches
+        also copy arrays of earlier rows into one new array. For these, pieces are the names of the inputs with these
+        rows, joined is the number of elements of the new array, and more_groups is the number of additional
+        threadgroups that copy. The defaults are for a launch that copies nothing."""
         outputs: Outputs = {"after": ((self.output[0],), self.output[1])}
         if joined:
             outputs["joined"] = (joined,), self.output[1]
-        inputs = self.inputs | dict.fromkeys(pieces, True)  # True: a launch has them all
+        inputs = self.inputs | dict.fromkeys(pieces, True)  # True: the launch has all of these inputs
         groups = self.groups[0] + more_groups, *self.groups[1:]
-        index, name = index_type(self.problem), named(name, self.problem)  # `named`: "__64" for 64-bit indices
+        index, name = index_type(self.problem), named(name, self.problem)
         source = Source(name, self.files, body, index, self.own)
         return prepare(source, self.template, inputs, outputs, groups, self.threads)
 
     def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Return a launch of the step that also copies several arrays of rows into one array, and two small arrays
-        that it reads: where each copied array begins in the new one, and which threadgroups copy. It is built once
-        for each `steps`: for each array to be copied, how many rows it contains."""
+        """Return a launch of the step that also copies several arrays of rows into one array, and two small arrays that
+        this launch reads: where each copied array begins in the new array, and which threadgroups copy. steps: for each
+        array to be copied, how many rows it contains. The launch is built only once for each `steps`."""
         if steps not in self.joins:
             self.joins[steps] = self.prepare_join(steps)
         return self.joins[steps]
 
     def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Build what `joining` returns. more: how many threadgroups copy, from 1 to 64. first: the number of the first
-        of them, their threads, and all threads that copy. The kernel always has `self.most` inputs for pieces, so that
-        one kernel serves for all numbers of copied arrays. Its body declares the arrays (`self.arrays`). Then the
-        threadgroups of the step call its shader (`self.call`), and the `more` threadgroups after them copy. X: the type
-        of a row's elements."""
+        """Build a launch of the step that also copies arrays of rows into one; `joining` describes the result. more:
+        how many threadgroups copy, from 1 to 64. first: the number of the first threadgroup that copies, the threads of
+        a threadgroup, and the number of all threads that copy. The kernel always has `self.most` inputs for arrays to
+        copy, so that one kernel serves for all numbers of copied arrays. In its body the threadgroups of the step call
+        the step's shader (`self.call`), and the `more` threadgroups after them copy. X: the type of a row's
+        elements."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))  # threadgroups that copy: 8 elements per thread
         pieces = tuple(f"p{n}" for n in range(self.most))
@@ -676,7 +701,8 @@ stepwise_join(pieces, join, group, thread_index_in_threadgroup);
 
 
 STEP_NORM_FILES = ("norm", "stepwise_forward", "stepwise_backward", "stepwise_norm")
-"""The files in metal/ that the kernels of a step with layer normalisation need besides those of all kernels."""
+"""The files in metal/ that the kernels of a step with layer normalisation need, besides the files that all kernels
+need."""
 
 SHADERS = {
     "stepwise_forward": ("stepwise_forward",),
@@ -689,32 +715,35 @@ SHADERS = {
     **{f"stepwise_norm_{name}": STEP_NORM_FILES for name in ("product", "forward", "dh", "dm", "backward", "dh0")},
     "stepwise_norm_own_backward": (*STEP_NORM_FILES, "stepwise_norm_own"),
 }
-"""The files in metal/ that each shader of a step needs besides those that all of them need, by its name."""
+"""{name of a shader of a step: the files in metal/ that it needs, besides the files that all of these shaders need}."""
 
 
 def cell_files(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the shader files that the source of a kernel begins with: helpers for its arrays, and the
-    problem's cell or, for a cell written by the user, what its generated struct needs."""
+    """Return the names of the shader files with which the source of a kernel begins: helpers for arrays, what all cells
+    share, and the file of the problem's cell. For a cell written by the user it is the file that its generated struct
+    needs."""
     return "arrays", "cell", "pointwise" if problem.cell.op == "pointwise" else f"cell_{problem.cell.op}"
 
 
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
-"""The last two arguments of the shaders of a step: the number of the simdgroup, and of the lane in it."""
+"""The last two arguments in a call of a step's shader: the number of the simdgroup in the threadgroup, and that of the
+lane in the simdgroup."""
 
 
 CHANGING = frozenset(("step", "before", "h_before", "reset_row", "now_row", "dh_now", "rows", "row", "product"))
-"""The names of the inputs that differ from step to step: its number, and rows that earlier launches wrote. They come
-first among the fields of a shader."""
+"""The names of the inputs that differ from step to step: the number of the step, and rows that earlier launches wrote.
+They are the first fields of each shader."""
 
 
 class StepLaunch:
-    """A callable that launches a kernel at each step of a pass. kernel: the kernel. inputs: its arrays by name;
-    those in `CHANGING` are given at each call instead. rows: a `Rows` that collects the written rows, or None. It
-    also plans at which steps the launch copies several earlier arrays into one (a join)."""
+    """A callable that launches one kernel at each step of a pass. inputs: the arrays that the kernel reads, by name;
+    each call gets new arrays for those named in CHANGING. rows: a `Rows` object that collects the arrays that the
+    launches write (the rows), or None. It also plans at which steps a launch copies several earlier arrays into one (a
+    join)."""
 
     def __init__(self, kernel: StepKernel, inputs: Arrays, rows: Rows | None = None):
-        """Prepare the launches of a pass. `fixed` are the inputs that all steps share, in the order of the kernel's
-        fields. rows: collects the written rows. Its plan depends on how many arrays this kernel can join at once."""
+        """Prepare the launches of a pass. fixed: the inputs that all steps share, in the order of the kernel's fields.
+        The plan of `rows` depends on how many arrays this kernel can join at once."""
         self.kernel: StepKernel = kernel
         self.launch: Launch = kernel.launch
         self.rows: Rows | None = rows
@@ -723,8 +752,8 @@ class StepLaunch:
             rows.plan(kernel.most)
 
     def __call__(self, n: int, *changed: mx.array) -> mx.array:
-        """Launch step n and return the row that it writes. changed: the inputs of this step that are named in
-        `CHANGING`, without its number, in the order of the kernel's fields."""
+        """Launch step n and return the row that it writes. changed: the inputs of this step that are named in CHANGING,
+        except for the step's number, in the order of the kernel's fields."""
         inputs, rows = [step_number(n), *changed, *self.fixed], self.rows
         if rows is None:
             return self.launch(inputs)[0]
@@ -734,11 +763,12 @@ class StepLaunch:
         return row
 
     def join(self, inputs: list[mx.array], pieces: list[mx.array], join: Join) -> mx.array:
-        """Launch a step that also copies some of the arrays `pieces`, which earlier steps wrote, into one array;
-        `join` says which. In the list, replace the copied arrays by the new one, so that the last launch of the pass
-        has fewer arrays to read. Return the row that the step itself writes."""
+        """Launch a step that also copies some of the arrays `pieces`, which earlier steps wrote, into one new array.
+        join: which arrays these are. In the list `pieces` replace the copied arrays by the new one, so that the last
+        launch of the pass has fewer arrays to read. Return the row that the step itself writes."""
         due = slice(join.first, join.first + len(join.steps))
-        # The kernel reads a fixed number of arrays. Unused places get the last one again; no thread reads it there.
+        # The kernel has a fixed number of inputs for arrays to copy. Unused inputs get the last array again; no thread
+        # reads them.
         arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (self.kernel.most - len(join.steps))
         launch, sizes = self.kernel.joining(join.steps)
         row, *pieces[due] = launch(inputs + arrays + sizes)
@@ -747,32 +777,34 @@ class StepLaunch:
 
 @cache
 def step_number(n: int) -> mx.array:
-    """Return the number of a step as an array, which a launch reads as its input `step`. Each is made once."""
+    """Return the number of a step as an array, the input `step` of a launch. Each array is made only once and
+    cached."""
     return mx.array(n, mx.int32)
 
 
 def without_absent(inputs: Inputs) -> Arrays:
-    """Return a dict of the inputs that are not None."""
+    """Return the inputs that the call has: those that are not None."""
     return {name: array for name, array in inputs.items() if array is not None}
 
 
 KernelMaker = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
 """The type of the functions `..._kernel` below. Their arguments are the problem, the dtype of the arrays, the names of
-the arrays that are there, and whether the rows of the launches are collected."""
+the arrays that the call has, and whether a `Rows` collects the rows of the launches."""
 
 
 def each_step(make: KernelMaker, problem: Problem, inputs: Inputs, rows: Rows | None = None) -> StepLaunch:
-    """Return a callable that launches, at each step, the kernel that `make` builds for these inputs: called with the
-    step's number and the rows that it reads, it returns the row that it writes. rows: collects the written rows, if
-    the last launch of the pass shall read them."""
+    """Return a callable that launches one kernel at each step: called with the step's number and the rows that the step
+    reads, it returns the row that the step writes. make: a function that builds the kernel for these inputs. rows: a
+    `Rows` object that collects the arrays that the launches write (the rows), if the launch after all steps needs
+    them."""
     present = without_absent(inputs)
     return StepLaunch(make(problem, problem.dtype, tuple(present), rows is not None), present, rows)
 
 
 @cached
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel of a forward step. metal/stepwise_forward.metal describes its inputs and the row that it
-    writes: c, h and, if the backward pass or the caller needs them, the gates."""
+    """Return the kernel of a forward step. It writes a new array (a row) with c, h and, if the backward pass or the
+    caller needs them, the gates. metal/stepwise_forward.metal describes its inputs and the row."""
     H, cell, (rows, columns, units) = problem.H, problem.cell, forward_tile(problem)
     saves = problem.training or problem.return_gates
     length = row_length(problem, H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
@@ -786,10 +818,10 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 
 @cached
 def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the first kernel of a step of a GRU whose reset comes before the product. It writes a row [3, B, D H]
-    with r * mask * h (of the step before), r and z. Only the second kernel reads this row, so it has the dtype of the
-    call. The product has the columns of two gates, r and z: 32 for 16 units. The shader is in
-    metal/stepwise_gru.metal."""
+    """Return the first kernel of a forward step of a GRU whose reset comes before the candidate's product. It writes a
+    new array (a row) [3, B, D H] with r * mask * h (h of the step before), r and z. Only the second kernel of the step
+    reads this row, so it has the dtype of the call. The product has one column for each of the gates r and z: 32
+    columns for 16 units. The shader is in metal/stepwise_gru.metal."""
     fields = "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"
     shader = StepShader("stepwise_gru_reset", fields)
     output = (row_length(problem, problem.H, blocks=3, floats=0, dtype=dtype), dtype)
@@ -799,10 +831,10 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
 
 @cached
 def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the second kernel of a step of a GRU whose reset comes before the candidate's product. It reads the row
-    of the first kernel (`gru_reset_kernel`). It computes the candidate n and the new h, and writes a row with h and, if
-    the backward pass or the caller needs them, the three gates. These rows are collected, so they have the dtype
-    `row_type`. The shader is in metal/stepwise_gru.metal."""
+    """Return the second kernel of a forward step of a GRU whose reset comes before the candidate's product. It reads
+    the row (the array) that the first kernel (`gru_reset_kernel`) wrote, computes the candidate n and the new h, and
+    writes a row with h and, if the backward pass or the caller needs them, the three gates. A `Rows` object collects
+    these rows, so they have the dtype `row_type`. The shader is in metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
     fields = "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes"
     shader = StepShader("stepwise_gru_candidate", fields, saves=saves)
@@ -813,9 +845,9 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
 
 @cached
 def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel that computes the projection of a step, h = m Wp^T, and writes a row with h [B, D P]. Of
-    `numbers` it reads the limit of h: without a clip of h the array is left out. The shader is in
-    metal/stepwise_forward.metal."""
+    """Return the kernel that computes the projection of a step, h = m Wp^T. It writes a new array (a row) with h [B, D
+    P]. If h is clipped, the kernel reads the limit from the array numbers; otherwise it does not get this array. The
+    shader is in metal/stepwise_forward.metal."""
     clips = problem.cell.projection_clip is not None
     present = present if clips else tuple(name for name in present if name != "numbers")
     shader = StepShader("stepwise_project", "step before Wp Wp_scales Wp_biases sizes numbers", cell=False)
@@ -825,8 +857,9 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 def product_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], shader: StepShader, width: int, written: mx.Dtype
 ) -> StepKernel:
-    """Return a kernel that computes a matrix product and writes it as a row [B, D width]. width: the number of columns
-    for each direction. written: the dtype of the row's elements, dtype or row_type(dtype), which have the same size."""
+    """Return a kernel that computes a matrix product and writes it as a new array (a row) [B, D width]. shader: its
+    shader. width: the number of columns per direction. written: the dtype of the row's elements: `dtype` or
+    row_type(dtype), which have the same size."""
     tile = tile_of(problem, width)
     output = row_length(problem, width, blocks=1, floats=0, dtype=dtype), written
     return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
@@ -834,10 +867,11 @@ def product_kernel(
 
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel of a backward step, which writes a row with the gradients of this step.
-    metal/stepwise_backward.metal describes its inputs and the row. Among the inputs: dh_now, the row with the gradient
-    of a projected h; rows and row, the array and the number in it of the forward pass's row with the gates. A
-    threadgroup computes a tile of the product: some batch items, and one column per unit."""
+    """Return the kernel of a backward step, which writes a new array (a row) with the gradients of this step.
+    metal/stepwise_backward.metal describes its inputs and the row. Some of the inputs are: dh_now, the row with the
+    gradient of a projected h; rows, an array with rows of the forward pass; row, the index of this step's row in it,
+    which contains the gates. A threadgroup computes a tile of the product: some batch items, and one column per
+    unit."""
     tile = tile_of(problem, problem.H)
     fields = (
         "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths "
@@ -849,9 +883,10 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 
 def backward_length(problem: Problem, present: Collection[str], dtype: mx.Dtype) -> int:
-    """Return the number of elements of the row that a backward step writes. floats: a carry for each state besides h,
-    and for h if a step reads it outside of the recurrent product; with `keep` a second time, before their
-    multiplication by keep; and the gradients of the parameters (`summed`), which the steps sum up."""
+    """Return the number of elements of the row (the array) that a backward step writes. floats: how many float32
+    numbers it has per unit. These are a carry for each state besides h, and for h if a step reads h outside the
+    recurrent product; with `keep` each carry twice, also before its multiplication by keep; and the gradients of the
+    parameters (`summed`), which are summed from step to step."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     return row_length(problem, problem.H, blocks=cell.gradients + cell.inputs, floats=floats, dtype=dtype)
@@ -862,9 +897,9 @@ def gru_reset_backward_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool
 ) -> StepKernel:
     """Return the second kernel of a backward step of a GRU whose reset comes before the candidate's product. It
-    multiplies the candidate's gradient with Wh, and computes the gradient of the gate r and a part of the gradient
-    of h. It reads the row that the first kernel (`backward_kernel`) wrote, and writes a copy that includes both
-    gradients. The shader is in metal/stepwise_gru.metal."""
+    multiplies the candidate's gradient by Wh. From the result it computes the gradient of the gate r and a part of the
+    gradient of h. It reads the row that the first kernel (`backward_kernel`) wrote, and writes a copy that includes
+    these two gradients. The shader is in metal/stepwise_gru.metal."""
     tile = tile_of(problem, problem.H)
     fields = "step now_row weights gates h h0 mask keep lengths sizes"
     shader = StepShader("stepwise_gru_reset_backward", fields)
@@ -873,14 +908,16 @@ def gru_reset_backward_kernel(
 
 
 DH_INPUTS = "step before weights gates mask keep lengths dh dhT unclipped sizes"
-"""The fields of the shaders that compute the gradient of h from the gradients of the products of the next step."""
+"""The names of the arrays that the shaders can read which compute the gradient of h from the gradients of the next
+step's products."""
 
 
 @cached
 def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
-    """Return the kernel that computes the gradient of h, [B, D P]. With a projection it runs at each step and writes
-    a row that is collected (`has_rows`). For all cells it runs once after all steps, for dh0: then it writes the dtype
-    of the call, as dh0 is a result and no row. The shader is in metal/stepwise_backward.metal."""
+    """Return the kernel that computes the gradient of h, [B, D P]. With a projection it runs at each step and writes a
+    new array (a row), which a `Rows` object collects (`has_rows`). All cells also run it once after all steps, for dh0.
+    Then it writes elements in the dtype of the call, because dh0 is a result and not a row. The shader is in
+    metal/stepwise_backward.metal."""
     shader, written = StepShader("stepwise_dh", DH_INPUTS), row_type(dtype) if has_rows else dtype
     return product_kernel(problem, dtype, present, shader, problem.P, written)
 
@@ -889,18 +926,18 @@ def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_r
 
 
 def item_tile(cell: AnyCell) -> tuple[int, int]:
-    """Return the tile (1, columns) of kernels in which each threadgroup of 256 threads computes all units of one
-    batch item. They have no product; `columns` is the size of the threadgroup memory in which simdgroups exchange
-    sums, in floats: 3 numbers of 8 simdgroups for each norm of the gates, at least 128, which also has room for a
-    norm of c. metal/stepwise_norm.metal describes it."""
+    """Return the tile (1, columns) of kernels in which each threadgroup of 256 threads computes all units of one batch
+    item. These kernels have no product. Their `columns` is the size, in floats, of the threadgroup memory in which
+    simdgroups exchange sums: 3 numbers for each of 8 simdgroups and each norm of the gates. It is at least 128, which
+    also leaves room for a norm of c. metal/stepwise_norm.metal describes this memory."""
     return 1, max(128, 24 * norm_blocks(cell))
 
 
 @cached
 def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the first kernel of a forward step of a cell with a norm. It writes a row with the recurrent products
-    of all gates, [B, D G H], as float32 numbers (floats=1). A norm needs the products of all units of an item, so it is
-    a launch of its own. The shader is in metal/stepwise_norm.metal."""
+    """Return the first kernel of a forward step of a cell with a norm. It writes a new array (a row) with the recurrent
+    products of all gates, [B, D G H], as float32 numbers (floats=1). A norm needs the products of all units of an item,
+    so these products need a separate launch. The shader is in metal/stepwise_norm.metal."""
     width = problem.cell.gates * problem.H
     tile = tile_of(problem, width)
     fields = "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"
@@ -912,8 +949,8 @@ def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
 @cached
 def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
     """Return the second kernel of a forward step of a cell with a norm. It reads the products that
-    `norm_product_kernel` wrote, computes norms and cell, and writes the same row as `forward_kernel`. A threadgroup
-    has all units of one batch item, so there is one along the units: units=(1, 1)."""
+    `norm_product_kernel` wrote, computes norms and cell, and writes the same row as `forward_kernel`. A threadgroup has
+    all units of one batch item, so the grid has one threadgroup along the units: units=(1, 1)."""
     cell, saves = problem.cell, problem.training or problem.return_gates
     length = row_length(problem, problem.H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
     fields = "step before product z h0 c0 peephole bhn inputs params keep lengths sizes numbers " + " ".join(
@@ -926,44 +963,45 @@ def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, .
 
 @cached
 def norm_dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the first kernel of a backward step of a cell with a norm. It writes a row with the gradient of h [B, D
-    P], without the part that bypasses the products. The cell's kernel needs this gradient of all units of an item at
-    once, for the norms, so it is a launch of its own."""
+    """Return the first kernel of a backward step of a cell with a norm. It writes a new array (a row) with the gradient
+    of h [B, D P], without the part that does not go through the products. For the norms the kernel of the cell needs
+    this gradient of all units of an item, so the gradient needs a separate launch."""
     return dh_of_norm("stepwise_norm_dh", problem, dtype, present, row_type(dtype))
 
 
 @cached
 def norm_dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel that computes dh0 [B, D P] once after the backward steps of a cell with a norm. It writes
-    the dtype of the call, as dh0 is a result."""
+    """Return the kernel that computes dh0 [B, D P], once after the backward steps of a cell with a norm. It writes
+    elements in the dtype of the call, because dh0 is a result and not a row."""
     return dh_of_norm("stepwise_norm_dh0", problem, dtype, present, dtype)
 
 
 def dh_of_norm(name: str, problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], written: mx.Dtype) -> StepKernel:
     """Return a kernel that computes a gradient of h [B, D P] from the gradients of the products, for a cell with a
-    norm. name: its shader. written: the dtype of what it writes. The kernel does not get the gates: in these rows
-    the gradients of a GRU's products are already multiplied by r."""
+    norm. name: the name of its shader. written: the dtype of the elements that it writes. The kernel does not need the
+    gates, because in the rows that it reads the gradients of a GRU's products are already multiplied by r."""
     present = tuple(field for field in present if field != "gates")
     return product_kernel(problem, dtype, present, StepShader(name, DH_INPUTS), problem.P, written)
 
 
 @cached
 def norm_dm_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel between the two of a backward step, for a cell with a norm and a projection h = m Wp^T. It
-    multiplies the gradient of this step's h with Wp, and writes a row with the product [B, D H]: the gradient of m."""
+    """Return the kernel that computes the gradient of m, [B, D H], for a cell with a norm and a projection h = m Wp^T.
+    It multiplies the gradient of this step's h by Wp. In a backward step it runs between the two kernels of all cells
+    with a norm."""
     shader = StepShader("stepwise_norm_dm", "step dh_now weights sizes", cell=False)
     return product_kernel(problem, dtype, present, shader, problem.H, row_type(dtype))
 
 
 @cached
 def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the last kernel of a backward step of a built-in cell with a norm. It writes a row with the gradients of
-    this step: `floats` carries per unit, and `blocks` numbers in the dtype of the call. These are, per gate, the
-    gradient of the recurrent product, if that is normalised, and of the preactivation; and that of the result of a norm
-    of c."""
+    """Return the last kernel of a backward step of a built-in cell with a norm. It writes a new array (a row) with the
+    gradients of this step: `floats` carries per unit, and `blocks` numbers per unit in the dtype of the call. These
+    are, for each gate, the gradient of the preactivation and, if the products are normalised, also that of the product;
+    and with a norm of c the gradient of its result."""
     cell = problem.cell
     blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
-    # Each carry and, for the gradient of `keep`, the same before its multiplication by keep.
+    # With `keep` the row has each carry twice: also before its multiplication by keep, for the gradient of keep.
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1)
     fields = (
         "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
@@ -978,10 +1016,11 @@ def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
 def norm_own_backward_kernel(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool
 ) -> StepKernel:
-    """Return the last kernel of a backward step of a cell written by the user, with a norm. It writes a row: as floats
-    the carries (with `keep` also before their multiplication by it) and the gradients of the parameters; then those of
-    the products, of the inputs and of the preactivations. rows, row: the array and the number in it of the forward
-    pass's row with the saved values. q: absent, but the shader's code for all cells names it."""
+    """Return the last kernel of a backward step of a cell written by the user, with a norm. It writes a new array,
+    called a row. The row has as float32 numbers the carries (with `keep` also before their multiplication by keep) and
+    the gradients of the parameters. The gradients of the products, of the inputs and of the preactivations follow, in
+    the dtype of the call. q, rows and row are in `fields` only because code of the shader that all cells share names
+    them."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
     blocks = cell.gates + cell.inputs + cell.gradients
@@ -996,17 +1035,17 @@ def norm_own_backward_kernel(
 # --- The launch after all steps ---
 
 Kind = tuple[Rows, int]
-"""All rows of one kind (of the cells or of the projection), and the numbers per item and direction of their arrays: H
-or P."""
+"""All rows of one kind (of the cells, or of the projection), and the width of the arrays in them: H or P."""
 
 Layout = tuple[tuple[tuple[int, ...], int, int], ...]
-"""For each kind of rows: (the number of rows in each array, the number of elements of a row, H or P)."""
+"""For each kind of rows a triple: (the number of rows in each array, the number of elements of a row, the width H or
+P)."""
 
 
 class Sequences(NamedTuple):
-    """The launch after all steps, which copies the rows of a pass into sequences such as h [T, B, H]: the launch,
-    the names of its inputs and outputs, and two small arrays that it reads: where each array of rows begins, counted
-    in rows, and the sizes of each kind of rows."""
+    """The launch after all steps, which copies the rows of a pass into sequences such as h [T, B, H]. inputs, outputs:
+    the names of its arrays, without those of rows and sizes. sizes: two small arrays that it reads: where each array of
+    rows begins, counted in rows, and the sizes of each kind of rows."""
 
     launch: Launch
     inputs: list[str]
@@ -1021,14 +1060,15 @@ def after_sweep(
     kinds: list[Kind],
     names: frozenset[str],
 ) -> Arrays:
-    """After the last step of a pass, launch one more kernel, which `make` builds (`outputs_launch` or one like it).
-    It reads the rows of all steps and writes the results named in `names`, which are returned. inputs: the pass's
-    inputs. kinds: the rows to read, each kind with its width, H or P. The kernel has inputs for LEFT arrays of rows:
-    if there are fewer, the last one is passed again."""
+    """After the last step of a pass, launch the kernel that copies the results from the rows of all steps into
+    sequences. Return the results by name. make: the function that builds this launch, such as `outputs_launch`. inputs:
+    the inputs of the pass. kinds: the rows to read, each kind with its width, H or P. names: the names of the results
+    that the call needs. The kernel has inputs for LEFT arrays of rows; if there are fewer, the last one is passed
+    again."""
     left: list[mx.array] = []
     for rows, _ in kinds:
         left += rows.pieces
-    # The last piece is the row of the last launch, which no launch has joined: its size is that of one row.
+    # The last array contains only the row of the last launch, so its size is the size of one row.
     layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
     present = without_absent(inputs)
     sequences = make(problem, problem.dtype, tuple(present), layout, names)
@@ -1048,14 +1088,15 @@ def prepare_sequences(
     """Return the launch that copies the rows of a pass into sequences. It has one thread per batch item, unit, step
     and direction, in threadgroups of 256.
 
-    layout: for each kind of rows the number of rows in each array, the elements of a row, and H or P. source: the
-    kernel's name, the files that it needs besides those that every such launch needs, and the Metal statements that
-    call the shader. inputs: the name of each array that it can read besides the rows, and whether the call has it.
-    outputs: the shape and dtype of each result, or None.
+    layout: for each kind of rows the number of rows in each array, the elements of a row, and the width H or P. source:
+    the kernel's name, the shader files that it needs besides those that all such launches need, and the Metal
+    statements that call the shader. inputs: {array that it can read besides the rows: whether the call has it}.
+    outputs: {result: its shape and dtype, or None if it is not written}.
     """
-    # starts: the index of the first row of each array, for LEFT arrays; those that the pass does not have are empty.
+    # starts: the index of the first row of each of LEFT arrays; the arrays that the pass does not have count as empty.
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
-    # For each kind: the size of a row, H or P, and the index of its first row. X: the type of a row's elements.
+    # kinds: for each kind of rows the elements of a row, the width H or P, and the index of its first row. X: the type
+    # of a row's elements.
     numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
     sizes = {"starts": mx.array(starts, mx.int32), "kinds": mx.array(numbers, mx.int32)}
     pieces = [f"piece{n}" for n in range(LEFT)]
@@ -1075,8 +1116,9 @@ def prepare_sequences(
 def outputs_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies the outputs in `names` (some of h, c, gates, hT, cT) from the rows of a forward
-    pass: the rows that the cells wrote and, with a projection, the rows with h."""
+    """Return the launch that copies the outputs of a forward pass from its rows into sequences. names: the outputs to
+    copy, some of h, c, gates, hT and cT. layout: one kind of rows, or with a projection two: those of the cells, and
+    those with h."""
     (T, B, H, P), D, gates, c = problem[:4], problem.directions, problem.cell.kept, problem.cell.carried
     shapes = {
         "c": ((T, B, D * c * H), mx.float32),
@@ -1094,8 +1136,9 @@ def outputs_launch(
         body = struct_of(fields) + f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
     else:
         # With a projection the cells' launches write c and the gates, and separate launches write h. So the kernel
-        # calls the shader twice: once to copy c and the gates, with h marked as absent; once to copy h, with the
-        # others absent. These rows have no gates and no floats (0, 0); kinds + 3 are the three numbers of their kind.
+        # calls the shader twice: once to copy c and the gates, with h marked as absent; once to copy h, with c and the
+        # gates marked as absent. The rows with h have no gates and no floats (0, 0). kinds + 3 points to the three
+        # numbers of their kind.
         body = struct_of(fields | dict.fromkeys(("h0", "h", "hT"), "absent"))
         body += struct_of(fields | dict.fromkeys(("c0", "c", "cT", "gates"), "absent"), "Projected", "projected")
         body += f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
@@ -1115,14 +1158,14 @@ def gradients_launch(
 
     - dc0, the gradient of the initial state c0
     - du and dw, the gradients of the inputs and of the parameters of a user's cell
-    - d_out, the gradient of a GRU's recurrent products: dz, but the candidate's part times the gate r
-    - carry, the gradients of the states before each step, without the parts through the recurrent product: a block for
-      each state besides h, and for h if a step reads it outside of the product
-    - m, the vector that a projection multiplies with Wp, which this launch computes from the gates and c
+    - d_out, the gradient of a GRU's recurrent products: dz, with the candidate's part multiplied by the gate r
+    - carry, the gradients of the states before each step, without the part that goes through the recurrent product: a
+      block for each state besides h, and for h if a step reads h outside the product
+    - m, the vector that a projection multiplies by Wp; this launch computes it from the gates and c
     """
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     carries = cell.carried + cell.passes_h
-    # dc0: in a user's cell float32 until `gradients_after` casts all gradients, as on the engine `fused`.
+    # In a user's cell dc0 is float32, because `gradients_after` casts all gradients later.
     shapes = {
         "dz": ((T, B, D * cell.gradients * H), dtype),
         "du": ((T, B, D * cell.inputs * H), dtype),
@@ -1147,10 +1190,9 @@ def gradients_launch(
     start, end = "stepwise_gradients<{}>(rows, kinds", "thread_position_in_grid);\n"
     body = struct_of(fields) + f"{start.format(', '.join([*template, 'S']))}, a, {end}"
     if projects:
-        # Separate launches wrote dh. Their rows have the layout of the dz of a cell with one gate (the template
-        # arguments 1, 0, ...: one block, no others), so a second call of the shader copies dh under the name dz. The
-        # other outputs are marked as absent, so this call writes nothing else. kinds + 3: the three numbers of the
-        # second kind of rows.
+        # Separate launches have written dh. Their rows have the layout of the dz of a cell with one gate (template
+        # arguments 1, 0, ...), so a second call of the shader copies dh under the name dz. The other outputs are marked
+        # as absent, so this call writes nothing else. kinds + 3 points to the three numbers of the second kind of rows.
         of_dh = fields | dict.fromkeys(("gates", "dc0", "d_out", "carry", "m"), "absent") | {"dz": "dh"}
         body += struct_of(of_dh, "Projected", "projected")
         body += f"{start.format('1, 0, 0, 0, 0, 0, 0, S')} + 3, projected, {end}"
@@ -1165,17 +1207,19 @@ def gradients_launch(
 def norm_gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that copies the results of a backward pass with a norm from its rows into sequences. It writes
+    """Return the launch that copies the results of a backward pass of a cell with a norm from its rows into sequences.
+    It writes
 
-    - d_product, the gradients of the recurrent products, and dz, those of the preactivations; without a norm of the
-      products only dz
-    - d_norm_c, with a norm of c: the gradient of its result
+    - dz, the gradients of the preactivations
+    - d_product, with a norm of the products: the gradients of the recurrent products
+    - d_norm_c, with a norm of c: the gradient of the result of this norm
     - dh, with a projection: the gradient of h
     - dc0, carry, du and dw, if `names` contains them, as `gradients_launch` does
 
-    Letters: G gates, C states besides h, U inputs, V parameters, M gradients of preactivations. A row has first
-    `floats` floats per unit (carries, and gradients of parameters), then the G gradients of the products, where a row
-    without a norm has dz. So the shader for rows without a norm, `stepwise_gradients`, copies them.
+    The letters count numbers per unit: G gates, C states besides h, U inputs, V parameters, M gradients of
+    preactivations. A row has first `floats` float32 numbers per unit (carries, and gradients of parameters), then the G
+    gradients of the products. In the rows of a cell without a norm dz is in this place. So `stepwise_gradients`, the
+    shader for such rows, copies the gradients of the products, too.
     """
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     products, states, G, carry = norms.of_product(cell), norms.of_state(cell), cell.gates, "carry" in names
@@ -1209,7 +1253,7 @@ def norm_gradients_launch(
         body += struct_of(only_dh, "Projected", "projected")
         body += f"stepwise_gradients<1, 0, 0, 0, 0, 0, 0, S>(rows, kinds + 3, projected, {end}"
     template: Template = {"OPTIONS": number_of_norm(cell)}
-    if cell.op == "pointwise":  # kernels with other numbers of blocks need other names
+    if cell.op == "pointwise":  # in the kernel's name, because kernels with different sources need different names
         template |= {"GATES": G, "GRADIENTS": M, "INPUTS": U, "CARRIED": C, "PASSES_H": int(cell.passes_h), "SUMMED": V}
     files = STEP_NORM_FILES
     source = Source(f"{cell.op}_stepwise_norm_gradients", files, body)

@@ -1,30 +1,30 @@
 """Layer normalisation in the steps of the engine `numpy`, forward and backward.
 
 An array of a step has one column per batch item, [n, B]: n = G H numbers (G gates, H units), or n = H numbers of c. Its
-rows are one block, or one block per gate. Each block is normalised by itself: y = (a - mean) r with r = 1 /
-sqrt(variance + eps). The result is y times a scale plus a shift. `kept` is memory of one step for y and r, which the
-forward pass fills and the backward pass reads. d: the gradient of the result. An array of many steps has N columns,
-one for each step and batch item. A chunk is a range of steps that the backward pass processes together.
+rows are one block, or one block per gate. Each block of a column is normalised by itself: y = (a - mean) r with r = 1 /
+sqrt(variance + eps). The result is y times a scale plus a shift; d is the gradient of this result. The forward pass
+writes y and r to the memory `saved`, from which the backward pass reads them. An array of many steps has N columns, one
+for each step and batch item. A chunk is a range of steps that the backward pass processes together.
 
 `NormOptions.of` says what is normalised: "product": the recurrent product h Wh^T; "products": also the input's product
-x Wx^T, by itself; "sum": the sum of both and the bias. The arrays' names: `norm_scale`, `norm_shift` belong to the
-recurrent product or the sum, `norm_input_...` to the input's product, `norm_c_...` to c. v holds the arrays of the call
-by name; P is the width of h, I that of x, T the number of steps. `products` is an object that sums the gradients of
-weights (`WeightGradients`); its `out` is the memory of the requested gradients. From the file products.py: `matrix`
-returns an array that BLAS can read, `bias_of` the bias with an LSTM's forget bias. h_in: the h that Wh multiplies. Wx
-is None if x is projected already: x^T is then the product. bhn [H]: the bias of the recurrent product of a GRU's
-candidate, added after the norm.
+x Wx^T, by itself; "sum": the sum of both products and the bias. The scale and shift of the recurrent product or the sum
+are the arrays `norm_scale`, `norm_shift`; those of the input's product `norm_input_...`; those of c `norm_c_...`. v
+holds the arrays of the call by name; P is the width of h, I that of x, T the number of steps. `products` is an object
+that sums the gradients of weights (`WeightGradients`); its `out` is the memory of the requested gradients. h_in: the h
+that Wh multiplies. Wx is None if the caller passes the product x Wx^T as x. bhn [H]: the bias of the recurrent product
+of a GRU's candidate, added after the norm.
 
-There are two ways. `Normalisation` computes mean and variance of a product at each step. For one block and many steps
-there is a faster way, "by factors": if the weights W have a mean of 0 over their rows, the normalised product is W (r
-u), so only u, the vector that W multiplies, is multiplied by r. `Factor` computes r from a small triangle instead of
-the product. `ProductNorm` is the backward pass of this way: W [GH, K] and the columns u [K, N] are Wh and h_in, or Wx
-and x; D = d scale, E = W^T D, m = mean(D y), c = r^2 m; the gradient of u is r E - c (W^T W u).
+There are two methods. `Normalisation` computes mean and variance of a product at each step. The method "by factors" is
+faster for one block and many steps. It needs weights W whose columns have a mean of 0. Then the normalised product is W
+(r u), where u is the vector that W multiplies, so only u is multiplied by r. `Factor` computes r from a small
+triangular matrix instead of the product. `ProductNorm` is the backward pass of this method. Its W [GH, K] and columns u
+[K, N] are Wh and h_in, or Wx and x. With D = d scale, E = W^T D, m = mean(D y) and c = r^2 m, the gradient of u is r E
+- c (W^T W u).
 
-Mostly the functions write into memory that was allocated before: an argument or a last argument `out` of a NumPy
-function is where the result goes. A batch is wide from WIDE_BATCH (16) items on. A mean is a product with `row`, a row
-of equal numbers, because BLAS is faster than NumPy. `centred`: the means are 0 already, because they were subtracted
-from the weights.
+Most functions write their result into memory that was allocated before: an argument `out`, which is the last argument
+of a NumPy function. A batch is wide from WIDE_BATCH (16) items on. A mean is computed as a product with `row`, a row of
+equal numbers, because BLAS (the library that multiplies matrices) is faster than NumPy's sum. `centred`: the means are
+0 already, because they were subtracted from the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,19 +40,19 @@ from .products import AHEAD_ROWS, WIDE_BATCH, Array, Views, WeightGradients, bia
 
 
 def norm_options(problem: Problem) -> NormOptions:
-    """Return how the cell uses layer normalisation. A call without it enters nothing of this module."""
+    """Return the options of the cell's layer normalisation, which is not None wherever this function is called."""
     assert problem.cell.norm is not None
     return problem.cell.norm
 
 
 class Tiles:
-    """Repeats a row [1, B] 8 times, so that NumPy combines it with a contiguous array [n, B] in fewer and longer loops:
-    the array is viewed as [n / 8, 8 B]."""
+    """Repeats a row [1, B] 8 times, to combine it with a contiguous array [n, B] that is viewed as [n / 8, 8 B]. NumPy
+    then runs fewer and longer loops, which takes less time."""
 
     def __init__(self, n: int, B: int, dtype: np.dtype):
-        """Allocate the memory of the repeated row, for an array [n, B]."""
+        """Allocate the memory of the repeated row. n, B: the shape of the array with which it is combined."""
         times = 8 if n % 8 == 0 else 1  # if n cannot be divided, the row is not repeated
-        # The shape in which the array is viewed: its rows are 8 times as long, so NumPy runs fewer and longer loops.
+        # shape: the shape in which the array is viewed.
         self.shape: tuple[int, int] = (n // times, times * B)
         self.wide: Array = np.empty((1, times * B), dtype)
         self.rows: Array = self.wide.reshape(times, B)  # a view of the same memory
@@ -66,10 +66,10 @@ class Tiles:
 class Normalisation:
     """The layer normalisation of arrays [n, B], with scratch memory for one step.
 
-    centred: whether the arrays have a mean of 0 in each block already, because the weights of the product have
-    (`with_centred_weights`). Then the means need not be computed and subtracted, neither those of the arrays nor those
-    of the gradients. What `before` returns is then wrong by one number per block and column; it cancels when
-    `centre_gradients` subtracts the means of the weight gradients after all steps.
+    centred: whether the arrays have a mean of 0 in each block already, because the weights of the product have one
+    (`with_centred_weights`). Then no means of the arrays and of the gradients are computed. The result of `before`
+    lacks the subtraction of one number per block and column. This is corrected after all steps, when `centre_gradients`
+    subtracts the means of the weight gradients.
     """
 
     def __init__(
@@ -85,62 +85,64 @@ class Normalisation:
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
         self.centred: bool = centred
-        # A mean over a block is a product with this row of equal numbers, 1 / (rows of a block): BLAS computes a
-        # product faster than NumPy a sum.
+        # row: a product with this row is the mean over a block. All its numbers are 1 / (rows of a block).
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
-        # The mean of an array times the scale, likewise.
+        # scaled_row: a product with this row is the mean of (array times scale) over a block.
         self.scaled_row: Array = self.row if scale is None else (scale.reshape(blocks, 1, -1) * self.row)
         self.eps: Array = np.array(eps, dtype)
-        # Both are repeated to [n, B], so that no step needs a broadcast.
+        # The scale and the shift are repeated to [n, B], so that no step needs a broadcast.
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
         self.shift: Array | None = None if shift is None else np.repeat(shift[:, None], B, axis=1)
-        # Memory for means, and for r of a call without memory for y and r, as in a forward pass without training.
+        # mean, other_mean: memory for means. spread: memory for r if a call passes none, as in a forward pass without
+        # training.
         self.mean, self.other_mean, self.spread = (np.empty((blocks, 1, B), dtype) for _ in range(3))
         self.scratch: Array = np.empty((n, B), dtype)
         self.tiles: Tiles = Tiles(n, B, dtype)  # only `OneBlock` uses it
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
-        """Write to y [n, B] the array a, with mean 0 and variance 1 in each block, and the factors to r [blocks, 1, B].
-        y may be a itself."""
-        # parts: a, divided into blocks [blocks, n / blocks, B]; out: y, likewise.
+        """Write to y [n, B] the array a, normalised to mean 0 and variance 1 in each block, and to r [blocks, 1, B] the
+        factors 1 / sqrt(variance + eps). y may be a itself."""
+        # parts, out: a and y, divided into blocks: [blocks, n / blocks, B].
         parts, out, scratch = a.reshape(self.shape), y.reshape(self.shape), self.scratch.reshape(self.shape)
         if not self.centred:
             np.matmul(self.row, parts, out=self.mean)
             parts = np.subtract(parts, self.mean, out)
         np.multiply(parts, parts, scratch)
-        np.matmul(self.row, scratch, out=r)  # r is first the variance, the mean of the squares
+        np.matmul(self.row, scratch, out=r)  # r is at first the variance: the mean of the squares
         np.add(r, self.eps, r)
         np.sqrt(r, r)
         np.reciprocal(r, r)
         np.multiply(parts, r, out)
 
-    def __call__(self, a: Array, out: Array, kept: Array | None = None) -> None:
-        """Write the result for a [n, B] to `out`, which may be a itself. kept [n + blocks, B]: memory for y and r,
-        which `before` reads; None if nobody reads them."""
-        y, r = (out, self.spread) if kept is None else self.divided(kept)
+    def __call__(self, a: Array, out: Array, saved: Array | None = None) -> None:
+        """Normalise a [n, B], scale and shift it, and write the result to `out`, which may be a itself. saved [n +
+        blocks, B]: memory for the normalised numbers y and their factors r, which `before` reads in the backward pass;
+        None without a backward pass."""
+        y, r = (out, self.spread) if saved is None else self.divided(saved)
         self.normalise(a, y, r)
         if self.scale is not None:
             np.multiply(y, self.scale, out)
-        elif kept is not None and self.shift is None:  # y lies in `kept`, and no operation below writes `out`
+        elif saved is not None and self.shift is None:  # y is in `saved`, and no operation below writes to `out`
             np.copyto(out, y)
         if self.shift is not None:
             np.add(y if self.scale is None else out, self.shift, out)
 
-    def divided(self, kept: Array) -> tuple[Array, Array]:
-        """Return y [n, B] and r [blocks, 1, B] as views of `kept` [n + blocks, B], the memory of one step."""
+    def divided(self, saved: Array) -> tuple[Array, Array]:
+        """Return y [n, B] and r [blocks, 1, B] as views of `saved` [n + blocks, B], the memory of one step."""
         n = len(self.scratch)
-        return kept[:n], kept[n:, None]
+        return saved[:n], saved[n:, None]
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Write to `out` the gradient of a, and add the terms of the gradients of scale and shift. d [n, B]: the
-        gradient of the result. y [n, B], r [blocks, 1, B]: what `normalise` made of a. `out` is another array than d
-        and y. Call `prepare_backward` once before, which makes dscale, dshift (None if nobody wants them) and `scaled`.
+        """Write to `out` the gradient of a, the array before the normalisation, and add this step's terms to the
+        gradients of scale and shift. d [n, B]: the gradient of the scaled and shifted result. y [n, B], r [blocks, 1,
+        B]: the results of `normalise` for a. `out` must not be d or y. `prepare_backward` must run once before: it
+        creates the sums dscale and dshift (None if they are not wanted) and the memory `scaled`.
 
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block. If `centred`, the
         term mean(d scale) is left out: `centre_gradients` removes it from all gradients at the end.
         """
-        # self.scratch holds d y first, then the part that is subtracted: y mean(d scale y) + mean(d scale). A product
-        # with self.scaled_row is the mean of an array times the scale.
+        # self.scratch is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale). A
+        # product with self.scaled_row is the mean of (array times scale).
         shape, dy, scratch = self.shape, np.multiply(d, y, self.scratch), self.scratch.reshape(self.shape)
         np.matmul(self.scaled_row, scratch, out=self.mean)  # mean(d scale y)
         for total, terms in ((self.dscale, dy), (self.dshift, d)):
@@ -155,28 +157,28 @@ class Normalisation:
         np.multiply(scratch, r, out.reshape(shape))
 
     def prepare_backward(self, scaled: Array, scale: bool, shift: bool) -> None:
-        """Prepare `before`. scaled [n, B]: memory for d times the scale; it may be d itself, which `before` then
-        overwrites. scale, shift: whether to sum the gradients of the scale and of the shift."""
+        """Prepare calls of `before`. scaled [n, B]: memory for d times the scale; it may be d itself, which `before`
+        then overwrites. scale, shift: whether the gradients of the scale and of the shift are wanted."""
         self.scaled = scaled
-        # The sums [n, B] over the steps, one for each batch item; `add_gradients` sums them over the batch. To sum over
-        # the batch at every step takes longer.
+        # The sums over the steps are [n, B], one for each batch item, because summing over the batch at every step
+        # would take longer. `add_gradients` sums over the batch after the last step.
         self.dscale, self.dshift = (np.zeros_like(scaled) if wanted else None for wanted in (scale, shift))
 
     def share_scratch(self, other: "Normalisation") -> None:
-        """Use the scratch memory of another norm of the same sizes."""
+        """Use the scratch memory of another norm of the same sizes, so that the CPU's cache holds fewer arrays."""
         self.scratch = other.scratch
 
     def add_gradients(self, products: WeightGradients, scale: str, shift: str) -> None:
-        """Add the gradients of scale and shift, which are sums over the steps and the batch, to the gradients of the
-        call. scale, shift: the names that the scale and the shift have in the call."""
+        """Sum the gradients of scale and shift over the batch, and add them to the gradients that `products` collects.
+        scale, shift: the names of the scale and the shift in the call."""
         for name, d in ((scale, self.dscale), (shift, self.dshift)):
             if d is not None and name in products.out:
                 products.add(name, d.sum(axis=1))
 
 
 class OneColumn(Normalisation):
-    """The layer normalisation of arrays [n, 1] in one block. Vector operations such as np.dot then take less time. If
-    `centred`, no mean is subtracted, as in the base class."""
+    """The layer normalisation of arrays [n, 1] in one block, for B = 1. It uses operations on vectors such as np.dot,
+    which take less time. If `centred`, no mean is subtracted, because the means are 0 already."""
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, 1] the array a with mean 0 and variance 1, and the factor to r [1, 1, 1]. y may be a
@@ -192,8 +194,8 @@ class OneColumn(Normalisation):
         """Do the same as `Normalisation.before` for d, y, out [n, 1] and r [1, 1, 1]: write to `out` the gradient of a,
         r (d scale - mean(d scale) - y mean(d scale y)), and add terms to dscale and dshift. These two and `scaled`, the
         memory for d scale, come from `prepare_backward`."""
-        # `scratch` is first d y, then the part that is subtracted, y mean(d scale y) + mean(d scale). A product with
-        # `row` is the mean of an array times the scale.
+        # `scratch` is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale). A product
+        # with `row` is the mean of (array times scale).
         row, scratch, y = self.scaled_row.reshape(-1), self.scratch[:, 0], y[:, 0]
         dy = np.multiply(d[:, 0], y, scratch)
         mean = dot(row, dy)  # mean(d scale y)
@@ -202,7 +204,7 @@ class OneColumn(Normalisation):
         if self.dshift is not None:
             self.dshift += d
         np.multiply(y, mean, scratch)
-        if not self.centred:  # else `centre_gradients` removes this term from all gradients at the end
+        if not self.centred:  # else `centre_gradients` subtracts the mean from the weight gradients after all steps
             np.add(scratch, dot(row, d[:, 0]), scratch)  # mean(d scale)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
@@ -210,8 +212,9 @@ class OneColumn(Normalisation):
 
 
 class OneBlock(Normalisation):
-    """The layer normalisation of contiguous arrays [n, B] in one block, in less time. If `centred`, no mean is
-    subtracted, as in the base class. `wide_scratch` is the scratch memory, viewed as [n / 8, 8 B] (`Tiles`)."""
+    """The layer normalisation of contiguous arrays [n, B] in one block. It takes less time than the base class, because
+    it views the arrays as [n / 8, 8 B] (see `Tiles`); `wide_scratch` is such a view of the scratch memory. If
+    `centred`, no mean is subtracted, because the means are 0 already."""
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, B] the array a with mean 0 and variance 1, and the factors to r [1, 1, B]. y may be a
@@ -237,10 +240,10 @@ class OneBlock(Normalisation):
         """Do the same as `Normalisation.before` for d, y, out [n, B] and r [1, 1, B]: write to `out` the gradient of a,
         r (d scale - mean(d scale) - y mean(d scale y)), and add terms to dscale and dshift. These two and `scaled`, the
         memory for d scale, come from `prepare_backward`."""
-        # self.scratch [n, B] is first d y, then the part that is subtracted, y mean(d scale y) + mean(d scale).
+        # self.scratch [n, B] is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale).
         # `scratch` is the same memory, viewed as [n / 8, 8 B]; `tiles` repeats a row [1, B] to this width. A product
-        # with `row` is the mean of an array times the scale. If `centred`, `centre_gradients` removes mean(d scale)
-        # from all gradients at the end.
+        # with `row` is the mean of (array times scale). If `centred`, mean(d scale) is left out, because
+        # `centre_gradients` subtracts the means of the weight gradients after all steps.
         tiles, scratch, row = self.tiles, self.wide_scratch, self.scaled_row.reshape(1, -1)
         dy = np.multiply(d, y, self.scratch)
         dot(row, dy, out=self.mean[0])  # mean(d scale y)
@@ -255,16 +258,17 @@ class OneBlock(Normalisation):
         np.subtract(scaled, self.scratch, self.scratch)
         if out.flags.c_contiguous:
             np.multiply(scratch, tiles(r[0]), out.reshape(tiles.shape))
-        else:  # `out` is some columns of the array of a chunk
+        else:  # `out` is not contiguous: it is some columns of the array of a chunk
             np.multiply(self.scratch, r[0], out)
 
     def prepare_backward(self, scaled: Array, scale: bool, shift: bool) -> None:
-        """Prepare `before`, as `Normalisation.prepare_backward` does."""
+        """Prepare calls of `before`: memory for d times the scale, and sums for the gradients of scale and shift, if
+        these are wanted."""
         super().prepare_backward(scaled, scale, shift)
         self.wide_scratch: Array = self.scratch.reshape(self.tiles.shape)
 
     def share_scratch(self, other: Normalisation) -> None:
-        """Use the scratch memory of another norm of the same sizes."""
+        """Use the scratch memory of another norm of the same sizes, so that the CPU's cache holds fewer arrays."""
         super().share_scratch(other)
         self.wide_scratch = self.scratch.reshape(self.tiles.shape)
 
@@ -276,7 +280,8 @@ def kind_for(sizes: tuple[int, int, int]) -> type[Normalisation]:
 
 
 class NormOfC:
-    """The layer normalisation of c. It sums the gradients of its scale and shift over the steps."""
+    """The layer normalisation of c. In the backward pass it sums the gradients of its scale and shift over the
+    steps."""
 
     def __init__(self, problem: Problem, v: Views):
         """Allocate the memory for arrays [H, B]. v: the arrays of the call."""
@@ -284,26 +289,27 @@ class NormOfC:
         arrays = v.get("norm_c_scale"), v.get("norm_c_shift")
         sizes = (1, H, B)  # (blocks, n, B)
         self.norm: Normalisation = kind_for(sizes)(sizes, norm_options(problem).eps, dtype, *arrays)
-        self.kept: Array = np.empty((H + 1, B), dtype)
-        self.is_kept: bool = False  # whether `kept` belongs to the c of this step; a step sets it to False at first
+        self.saved: Array = np.empty((H + 1, B), dtype)
+        self.is_current: bool = False  # whether `saved` belongs to the current step, which first sets this to False
         self.norm.prepare_backward(scaled=np.empty((H, B), dtype), scale=True, shift=True)
 
     def __call__(self, c: Array, out: Array) -> None:
         """Write the normalised, scaled and shifted c [H, B] to `out`."""
-        self.norm(c, out, self.kept)
-        self.is_kept = True
+        self.norm(c, out, self.saved)
+        self.is_current = True
 
     def back(self, d: Array, c: Array, out: Array) -> None:
-        """Write to `out` the gradient of c [H, B], from the gradient d of the result. `out` and d are other arrays than
-        c."""
-        y, r = self.norm.divided(self.kept)
-        # With `Norm(c="state")` the normalised c is the saved c, so no step calls the norm: y and r are missing.
-        if not self.is_kept:
+        """Write to `out` [H, B] the gradient of c, computed from d, the gradient of the normalised, scaled and shifted
+        c. `out` and d must not be c itself."""
+        y, r = self.norm.divided(self.saved)
+        # With `Norm(c="state")` the forward pass has saved the normalised c. So the backward step has not called the
+        # norm, and y and r are computed here.
+        if not self.is_current:
             self.norm.normalise(c, y, r)
         self.norm.before(d, y, r, out)
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale and shift to those of the call."""
+        """Add the gradients of scale and shift to the gradients that `products` collects."""
         self.norm.add_gradients(products, "norm_c_scale", "norm_c_shift")
 
 
@@ -316,21 +322,22 @@ def centred(blocks: int, array: Array) -> Array:
     """Return weights or a bias [n, .], minus the mean over the rows of each block. The n rows are divided into `blocks`
     blocks of the same size."""
     parts = array.reshape(blocks, len(array) // blocks, -1)
-    # A mean is a product with a row of equal numbers, because BLAS is faster than NumPy.
+    # The mean is computed as a product with a row of equal numbers, because BLAS is faster than NumPy's sum.
     row = np.full((1, parts.shape[1]), 1 / parts.shape[1], array.dtype)
     return (parts - np.matmul(row, parts)).reshape(array.shape)
 
 
 CENTRED = {"product": ("Wh",), "products": ("Wh", "Wx"), "sum": ("Wh", "Wx", "b")}
-"""For each value of `NormOptions.of`: the weights and bias in what is normalised, of which the means are subtracted."""
+"""{value of `NormOptions.of`: the weights and bias that the normalised product or sum contains}. Their means may be
+subtracted before the steps (`centres`)."""
 
 
 def centres(problem: Problem, v: Views) -> bool:
-    """Return whether the weights of a call get a mean of 0 over the rows of each block. Each product then has a mean of
-    0, too, and no step need subtract its mean. The result of the norm is the same.
+    """Return whether the means over the rows of each block are subtracted from the weights of a call. The products then
+    have a mean of 0, too, so that no step need subtract a mean. The result of the norm is the same.
 
-    This pays if there are at least as many rows (steps x batch) as columns in the weights. It is impossible if a part
-    of the sum is no product with a weight of the call: an x that is projected already.
+    This is faster if there are at least as many rows (steps x batch) as columns in the weights. It is impossible if the
+    sum is normalised and the call has no Wx: the caller then passes x Wx^T as x, whose mean is not 0.
     """
     norm = norm_options(problem)
     return (
@@ -341,9 +348,9 @@ def centres(problem: Problem, v: Views) -> bool:
 
 
 def with_centred_weights(problem: Problem, v: Views, by_factors: bool = False) -> Views:
-    """Return the arrays that the forward pass and the backward pass read. If `centres` says so, their weights have a
-    mean of 0 over the rows of each block, so that the products have, too (CENTRED: the names of these weights).
-    by_factors: whether the norms are computed by the class `NormByFactors`, which needs such weights."""
+    """Return the arrays of a call with centred weights, if `centres` says that this is faster: the mean over the rows
+    of each block is subtracted from each weight, so that the products have a mean of 0. CENTRED lists these weights.
+    by_factors: whether the class `NormByFactors` computes the norms; it needs centred weights in any case."""
     norm = norm_options(problem)
     if norm.of is None or not (by_factors or centres(problem, v)):
         return v
@@ -351,46 +358,51 @@ def with_centred_weights(problem: Problem, v: Views, by_factors: bool = False) -
 
 
 FACTOR_ROWS = 4
-"""How many rows (steps x batch) a call has for each column of a weight, at least, if its norms are computed by factors
-(`Factor`). For fewer rows the square matrices would cost more than they save."""
+"""The smallest number of rows (steps x batch) per column of a weight for which norms are computed by factors
+(`Factor`). For fewer rows the square matrices of this method would cost more time than they save."""
 
 FACTOR_TYPES = (np.float32,)
-"""The dtypes of calls whose norms may be computed by factors. The triangle of `Factor` is computed in float64, whose
-digits suffice for a call in float32 only."""
+"""The dtypes of calls whose norms may be computed by factors. The triangular matrix of `Factor` is computed in float64,
+which is precise enough for float32 only."""
 
 
-def kept_rows(problem: Problem, v: Views) -> int:
-    """Return how many numbers of the norms the forward pass saves for each step and batch item: 0 if no product is
-    normalised. If the norms are computed by factors (`ProductNorm`): r of the recurrent product; and, if the input's
-    product is normalised by factors, too, its r. Otherwise y and r of the recurrent product or of the sum."""
+def saved_rows(problem: Problem, v: Views) -> int:
+    """Return how many numbers of the norms the forward pass saves for each step and batch item. This number also says
+    by which method the norms are computed (`by_factors`).
+
+    0: no product is normalised. 1 or 2: by factors (`ProductNorm`), which save the factor r of the recurrent product
+    and, if the input's product is normalised by factors, too, its r. More: the normalised numbers y and the factors r
+    of the recurrent product or of the sum.
+    """
     norm, (T, B, H, P), cell = norm_options(problem), problem[:4], problem.cell
     rows, blocks = cell.gates * H, norm_blocks(cell)
     if norm.of is None:
         return 0
-    # The factors need a square matrix as wide as h. Its product costs at most half of the recurrent product, and its
-    # computation pays for FACTOR_ROWS = 4 rows (steps x batch) per column, but not for each segment of a call with
-    # lengths. A call of one step returns each weight gradient as two factors, which `ProductNorm` does not compute. In
-    # float64 the matrix would be less precise than the product.
+    # The method by factors needs a square matrix as wide as h. It pays under these conditions: the product with this
+    # matrix costs at most half of the recurrent product; there are at least FACTOR_ROWS rows (steps x batch) per
+    # column; and no lengths, with which the matrix would be computed for each segment. T = 1 is excluded because such a
+    # call returns each weight gradient as two factors, which `ProductNorm` does not compute.
     pays = rows >= 2 * P and FACTOR_ROWS * P <= T * B and T > 1
     pays = pays and v["x"].dtype in FACTOR_TYPES and "lengths" not in v
-    # In the way by factors the norm's shift becomes a part of the bias, which belongs to the input's part of a
-    # preactivation. That is wrong for a user's cell that reads the input's part and the recurrent part `apart`.
+    # By factors the norm's shift becomes a part of the bias, which belongs to the input's part of a preactivation. That
+    # would be wrong for a user's cell that reads the input's part and the recurrent part as two values (`apart`).
     if norm.of == "sum" or blocks > 1 or not pays or (cell.op == "pointwise" and cell.apart and "norm_shift" in v):
         return rows + blocks
-    # The input's product needs a square matrix as wide as x. Without such a product `rows` makes the test below false.
+    # width: the size of the square matrix that the input's product needs. If there is no such product, `rows` makes the
+    # condition below false.
     width = v["Wx"].shape[1] if norm.of == "products" and "Wx" in v else rows
     return 2 if 2 * width <= rows and FACTOR_ROWS * width <= T * B else 1
 
 
 def by_factors(problem: Problem, rows: int) -> bool:
-    """Return whether the norms are computed by factors (`Factor`, `ProductNorm`). rows: what `kept_rows` returned."""
+    """Return whether the norms are computed by factors (`Factor`, `ProductNorm`). rows: what `saved_rows` returned."""
     return 0 < rows < problem.cell.gates * problem.H + norm_blocks(problem.cell)
 
 
 def centre_gradients(problem: Problem, out: Views) -> None:
-    """Subtract from the gradients of weights and bias in `out` their means over the rows of each block. If the forward
-    pass used weights with a mean of 0 (`with_centred_weights`), the gradients have a mean that the true ones do not
-    have. If it used the weights as they are, the mean of the gradients is 0 already, and this changes nothing."""
+    """Subtract from the gradients of weights and bias in `out` their means over the rows of each block. The true
+    gradients have a mean of 0, because a norm subtracts the mean of the product. If the weights were centred
+    (`with_centred_weights`), the steps have left this subtraction out. Otherwise this function changes nothing."""
     norm, blocks = norm_options(problem), norm_blocks(problem.cell)
     for name in CENTRED[norm.of] if norm.of is not None else ():
         if name in out:
@@ -399,7 +411,8 @@ def centre_gradients(problem: Problem, out: Views) -> None:
 
 def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
     """Return the layer normalisation of the recurrent product, or of its sum with the input's part. Return None if only
-    c is normalised. An LSTM's forget bias is added after the norm: with the sum it is a part of the shift."""
+    c is normalised. An LSTM's forget bias is added after the norm; if the sum is normalised, it becomes a part of the
+    shift."""
     (_, B, H, _, cell), dtype, norm = problem[:5], v["x"].dtype, norm_options(problem)
     if norm.of is None:
         return None
@@ -412,33 +425,34 @@ def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
 
 
 def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisation:
-    """Return the layer normalisation of the input's product at one step, with the bias [G H], or None, as a part of its
-    shift. v: the arrays of the call, from `with_centred_weights`."""
+    """Return the layer normalisation of the input's product x Wx^T at one step. bias [G H], or None: it becomes a part
+    of the shift. v: the arrays of the call, from `with_centred_weights`."""
     (_, B, H, _, cell), dtype = problem[:5], v["Wh"].dtype
     shift = v.get("norm_input_shift")
     shift = bias if shift is None else shift if bias is None else shift + bias
     sizes = (norm_blocks(cell), cell.gates * H, B)
-    is_centred = "Wx" in v and centres(problem, v)  # whether each column has a mean of 0 already
+    is_centred = "Wx" in v and centres(problem, v)  # whether the products have a mean of 0 already
     return kind_for(sizes)(sizes, norm_options(problem).eps, dtype, v.get("norm_input_scale"), shift, is_centred)
 
 
 class InputNormOfSteps:
-    """The layer normalisation of the input's product, one step at a time, with the bias as a part of its shift. It is
-    for a wide batch, whose steps are so large that NumPy's calls for each of them cost little."""
+    """The layer normalisation of the input's product x Wx^T, one step at a time, with the bias as a part of its shift.
+    It is used for a wide batch, because the arrays of a step are then so large that the overhead of NumPy's calls at
+    each step matters little."""
 
     def __init__(self, problem: Problem, v: Views):
         """Allocate the memory for arrays [G H, B]. v: the arrays of the call, from `with_centred_weights`."""
         self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
         self.norm: Normalisation = norm_of_input(problem, v, bias_of(problem, v))
         rows, dtype = problem.cell.gates * problem.H, v["x"].dtype
-        # One step: y is the product, then the result in place; r, the factors, is for the backward pass.
+        # Memory for one step. y: the product, overwritten by the result. r: the factors, for the backward pass.
         self.y: Array = np.empty((rows, problem.B), dtype)
         self.r: Array = np.empty((self.norm.shape[0], 1, problem.B), dtype)
         # ahead [steps, G H, B]: the products of some steps, about AHEAD_ROWS columns (steps x batch). The backward pass
-        # multiplies some steps at once, so that Wx need not be in the cache at every step.
+        # computes the products of some steps at once, so that the CPU's cache need not hold Wx at every step.
         self.ahead: Array = np.empty((min(problem.T, max(1, AHEAD_ROWS // problem.B)), *self.y.shape), dtype)
-        self.d: Array = np.empty((rows, problem.B), dtype)  # for the backward pass: the gradient of the result
-        # `before` may overwrite d. The bias is a part of the shift, so its gradient is that of the shift.
+        self.d: Array = np.empty((rows, problem.B), dtype)  # in the backward pass the gradient of the norm's result
+        # scaled=self.d: `before` may overwrite d. The bias is a part of the shift, so both have the same gradient.
         has_shift = bool({"norm_input_shift", "b"} & v.keys())
         self.norm.prepare_backward(scaled=self.d, scale="norm_input_scale" in v, shift=has_shift)
 
@@ -450,39 +464,40 @@ class InputNormOfSteps:
 
     def products(self, x: Array, out: Array) -> None:
         """Multiply the input x [steps, B, I] of some steps by Wx. Write the products to `out` [steps, G H, B]."""
-        if self.Wx is None:  # x is projected already
+        if self.Wx is None:  # the caller passes the product as x
             np.copyto(out, x.transpose(0, 2, 1))
         else:
             np.matmul(self.Wx, matrix(x).transpose(0, 2, 1), out=out)
 
     def begin_chunk(self, x: Array) -> None:
-        """Begin a chunk of steps of the backward pass. x [steps * B, I]: the input."""
+        """Begin a chunk of steps of the backward pass. x [steps * B, I]: the input of these steps."""
         self.x: Array = x.reshape(-1, self.y.shape[1], x.shape[1])  # [steps, B, I]
-        self.group: int = -1  # `ahead` has the products of a group of steps. group: its number; -1: none yet
+        self.group: int = -1  # the number of the group of steps whose products `ahead` holds; -1: none yet
 
     def back(self, k: int, out: Array) -> None:
-        """Write to `out` [G H, B] the gradient of the product at step k of the chunk, from that of the result, `d`."""
-        steps = len(self.ahead)  # the steps of a group
+        """Write to `out` [G H, B] the gradient of the product at step k of the chunk. Before this call the caller has
+        written the gradient of the norm's result to `self.d`."""
+        steps = len(self.ahead)  # the number of steps in a group
         group, n = divmod(k, steps)  # step k is number n of this group
         if group != self.group:
             x = self.x[group * steps : (group + 1) * steps]
             self.products(x, self.ahead[: len(x)])
             self.group = group
-        y = self.ahead[n]  # the product, which becomes the normalised one in place
+        y = self.ahead[n]  # the product, which the next line normalises in place
         self.norm.normalise(y, y, self.r)
         self.norm.before(self.d, y, self.r, out)
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale, shift and bias to those of the call."""
+        """Add the gradients of scale, shift and bias to the gradients that `products` collects."""
         self.norm.add_gradients(products, "norm_input_scale", "norm_input_shift")
-        if self.norm.dshift is not None and "b" in products.out:  # b is added where the shift is: the same gradient
+        if self.norm.dshift is not None and "b" in products.out:  # b is a part of the shift: the same gradient
             products.add("b", self.norm.dshift.sum(axis=1))
 
 
 def input_norm_of(problem: Problem, v: Views) -> "InputNormOfSteps | InputNorm | None":
-    """Return the layer normalisation of the input's product, or None if it is not normalised by itself. v: the arrays
-    of the call, from `with_centred_weights`. For a wide batch each step computes the norm, because its arrays are large
-    enough; otherwise it is computed for many steps at once."""
+    """Return the layer normalisation of the input's product x Wx^T, or None if this product is not normalised by
+    itself. v: the arrays of the call, from `with_centred_weights`. For a wide batch the norm is computed at each step,
+    because its arrays are large enough; otherwise for many steps at once."""
     if norm_options(problem).of != "products":
         return None
     return InputNormOfSteps(problem, v) if problem.B >= WIDE_BATCH else InputNorm(problem, v)
@@ -499,9 +514,9 @@ class InputNorm:
         `with_centred_weights`."""
         cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
         blocks = norm_blocks(cell)
-        # blocks: how many parts of the n = G H rows are normalised by themselves.
+        # blocks: into how many blocks the n = G H rows are divided; each block is normalised by itself.
         self.blocks: int = blocks
-        # Each mean is a product with this row of 1 / (numbers of a block): BLAS is faster than np.mean.
+        # row: a product with this row is the mean over a block. BLAS computes it faster than np.mean.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
         self.eps: Array = np.array(norm_options(problem).eps, dtype)
         self.scale: Array | None = v.get("norm_input_scale")
@@ -511,15 +526,16 @@ class InputNorm:
         self.centred: bool = self.Wx is not None and centres(problem, v)
 
     def normalise(self, x: Array, y: Array) -> Array:
-        """Write to y [G H, N] the normalised product of x [N, I]. Return r [blocks, 1, N]."""
-        if self.Wx is None:  # x is projected already
+        """Write to y [G H, N] the normalised product of x [N, I] and Wx. Return the factors r [blocks, 1, N] of the
+        normalisation, 1 / sqrt(variance + eps)."""
+        if self.Wx is None:  # the caller passes the product as x
             y[...] = x.T
         else:
             np.matmul(self.Wx, matrix(x).T, out=y)
-        parts = self.divided(y)  # a view: the statements below change y in place
+        parts = self.divided(y)  # a view, so the statements below change y
         if not self.centred:
             parts -= np.matmul(self.row, parts)
-        # r is first the variance: the sum of squares over the rows i of each block k, divided by their number.
+        # r is at first the variance: the sum of squares over the rows i of each block k, divided by the number of rows.
         r = np.einsum("kin,kin->kn", parts, parts)[:, None]
         r /= parts.shape[1]
         r += self.eps
@@ -541,9 +557,10 @@ class InputNorm:
             out += self.shift[:, None]
 
     def back(self, x: Array, d: Array, products: WeightGradients) -> None:
-        """Turn d [G H, N], the gradient of the result for x [N, I], into that of the product before the norm, in place.
-        Add the terms of these rows to the gradients of scale and shift; `BackwardSweep.add_products` adds those of the
-        bias. With D = d scale and the means of a block, the result is r (D - mean(D) - y mean(D y))."""
+        """Turn d [G H, N], the gradient of the norm's result for the rows x [N, I], into the gradient of the product,
+        in place. Add the terms of these rows to the gradients of scale and shift. With D = d scale and means over a
+        block, the gradient of the product is r (D - mean(D) - y mean(D y)). The caller computes the gradient of the
+        bias."""
         y = np.empty_like(d)
         r = self.normalise(x, y)
         if "norm_input_scale" in products.out:
@@ -554,31 +571,33 @@ class InputNorm:
         # Views of d and y by block: `parts` becomes the result, and `ys` becomes y mean(D y).
         parts, ys = self.divided(d), self.divided(y)
         ys *= np.einsum("kin,kin->kn", parts, ys)[:, None] / parts.shape[1]
-        parts -= np.matmul(self.row, parts)  # if `centred`, `centre_gradients` would remove this mean, too
+        parts -= np.matmul(self.row, parts)
         parts -= ys
         parts *= r
 
 
 SMALLEST = 1e-30
-"""What is added to the diagonal of a matrix that may be 0, so that it has a Cholesky factor."""
+"""A number that is added to the diagonal of W^T W, so that the matrix has a Cholesky factor even if W is 0."""
 
 
 class Factor:
-    """The factor r = 1 / sqrt(variance + eps) of the layer normalisation of a product W u in one block, without the
-    product itself. The weights W [n, K] have a mean of 0 over their rows, so the norm is r W u = W (r u).
+    """Computes the factor r = 1 / sqrt(variance + eps) of the layer normalisation of a product W u in one block,
+    without computing the product. The weights W [n, K] have a mean of 0 over their rows, so the normalised product is r
+    W u = W (r u).
 
-    The variance is |W u|^2 / n = |R u|^2 with the triangle R [K, K] for which R^T R = W^T W / n. |R u|^2 has as many
-    digits as |W u|^2, while u (W^T W u) would have half as many. `ProductNorm` is the backward pass.
+    The variance is |W u|^2 / n = |R u|^2 with the triangular matrix R [K, K] for which R^T R = W^T W / n. |R u|^2 is as
+    precise as |W u|^2, while u (W^T W u) would have only half as many correct digits. `ProductNorm` is the backward
+    pass.
     """
 
     def __init__(self, W: Array, eps: float, B: int = 1):
-        """Prepare the triangle R, for which R^T R = W^T W / n. W [n, K]: the weights. B: how many columns u a call of
-        this object gets."""
+        """Compute the triangular matrix R, for which R^T R = W^T W / n. W [n, K]: the weights. B: the number of columns
+        of u in a call of this object."""
         wide = W.astype(np.float64)
         square = wide.T @ wide  # W^T W
-        # Rounding in float64 must not make the matrix indefinite. `error` bounds the rounding errors of the matrix and
-        # of its Cholesky factor. Four times as much, for safety, is added to the diagonal, and SMALLEST for weights of
-        # 0. In float32, the dtype of W, this is far below the rounding of W itself.
+        # The Cholesky factor exists only if rounding does not make the matrix indefinite. `error` bounds the rounding
+        # errors of the matrix and of its Cholesky factor in float64. Four times this bound, for safety, and SMALLEST
+        # are added to the diagonal. This is far less than the rounding of W itself, which is float32.
         error = np.finfo(np.float64).eps * sum(W.shape) * np.trace(square)
         square[np.diag_indices_from(square)] += 4 * error + SMALLEST
         try:
@@ -586,13 +605,14 @@ class Factor:
         except np.linalg.LinAlgError:  # infinity or NaN among the weights
             self.R = np.full_like(square, np.nan, W.dtype)
         self.eps: float = eps
-        self.wide_eps: Array = np.array(eps, W.dtype)  # the same number for functions of NumPy
-        self.row: Array = np.ones((1, len(square)), W.dtype)  # a product with it is a sum over K
+        self.wide_eps: Array = np.array(eps, W.dtype)  # as an array of the dtype of W, for NumPy's functions
+        self.row: Array = np.ones((1, len(square)), W.dtype)  # a product with this row sums over K
         self.scratch: Array = np.empty((len(square), B), W.dtype)
-        self.tiles: Tiles = Tiles(len(square), B, W.dtype)  # repeats r, so that the product with u has longer loops
+        self.tiles: Tiles = Tiles(len(square), B, W.dtype)  # repeats r, so that NumPy multiplies u by r in longer loops
 
     def __call__(self, u: Array, r: Array, out: Array) -> None:
-        """Write r [1, B] for the columns u [K, B], and r u to `out`, which may be u itself."""
+        """Compute the factors of the columns u [K, B]. Write them to r [1, B], and r u to `out`, which may be u
+        itself."""
         if u.shape[1] == 1:
             a = dot(self.R, u[:, 0])
             r[0, 0] = factor = 1 / sqrt(dot(a, a) + self.eps)
@@ -622,18 +642,20 @@ class Factor:
 
 
 class NormByFactors:
-    """The forward pass of a call whose norms are computed by factors: `arrays` are those of a call without these norms,
-    whose h is multiplied by a factor at each step."""
+    """The forward pass of a call whose norms are computed by factors. The steps compute no norm: they read the changed
+    arrays `arrays`, and at each step `enter` multiplies h by a factor."""
 
     def __init__(self, problem: Problem, v: Views, norms: Array | None, rows: int):
-        """Multiply the weights by the scales, and x by its factors. v: the arrays, from `with_centred_weights`. norms
-        [T, B, rows]: memory for the factors, or None if nobody reads them. rows: how many factors each step and item
-        has: 1 for h, and a second one if the input's product is normalised in this way, too."""
+        """Prepare `arrays`: multiply the weights by the scales of the norms, add the shifts to the bias, and multiply x
+        by its factors. v: the arrays of the call, from `with_centred_weights`. norms [T, B, rows]: memory for the
+        factors, or None without a backward pass. rows: the number of factors per step and item: 1 for h, and a second
+        one if the input's product is normalised by factors, too."""
         (T, B, _, _, cell), eps, dtype = problem[:5], norm_options(problem).eps, v["x"].dtype
         self.of_h: Factor = Factor(v["Wh"], eps, B)
-        # r of each step, [1, B]: a view of `norms`, or the same memory for all steps.
+        # r: for each step the memory of its factors [1, B]: a view of `norms`, or the same memory for all steps.
         self.r: Any = [np.empty((1, B), dtype)] * T if norms is None else norms.transpose(0, 2, 1)[:, :1]
-        # W (r u) times the scale is (scale W) (r u), and the shift is a bias.
+        # The norm's result is scale W (r u) + shift. So multiply the rows of the weights by the scale, and add the
+        # shift to the bias.
         arrays = with_shift(v, "norm_shift", cell.block("n", problem.H) if cell.op == "gru" else None)
         if "norm_scale" in v:
             arrays["Wh"] = v["Wh"] * v["norm_scale"][:, None]
@@ -648,14 +670,14 @@ class NormByFactors:
         self.arrays: Views = arrays
 
     def enter(self, t: int, h: Array, out: Array) -> None:
-        """Write to `out` [P, B] the h that enters the product of step t: h [P, B] times its factors r."""
+        """Write to `out` [P, B] the array that Wh multiplies at step t: h [P, B] times its factors r."""
         self.of_h(h, self.r[t], out)
 
 
 def with_shift(v: Views, name: str, candidate: slice | None = None) -> Views:
-    """Return the arrays v with the shift `name` of a product as a part of b. candidate: for the recurrent product of a
-    GRU, the rows of its candidate. Their shift becomes a part of bhn instead, because the reset gate multiplies both.
-    """
+    """Return the arrays v with the shift `name` of a normalised product added to the bias b. candidate: for the
+    recurrent product of a GRU, the rows of its candidate. Their shift is added to bhn instead, because the reset gate
+    multiplies both the shift and bhn."""
     v = dict(v)
     if name not in v:
         return v
@@ -669,12 +691,12 @@ def with_shift(v: Views, name: str, candidate: slice | None = None) -> Views:
 
 
 class ProductNorm:
-    """The backward pass of `Factor`: through the layer normalisation of a product W u in one block. The product itself
-    is not computed again.
+    """The backward pass of the layer normalisation of a product W u in one block, if `Factor` computed the forward
+    pass. It does not compute the product.
 
-    The weights W [GH, K] have a mean of 0 over their rows, so y = r W u. The gradient of the product is r (D - m y), up
-    to its mean. It is never computed, because every gradient needs it only in a product with W or u, and a product of W
-    with W, or of u with u, is small. E = W^T D is computed anyway. With the letters of the module's docstring:
+    The weights W [GH, K] have a mean of 0 over their rows, so the normalised product is y = r W u. Let d be the
+    gradient of the norm's result, D = d scale, and E = W^T D. The gradient of the product is r (D - m y) minus its
+    mean, with m = mean(D y). It is never computed, because every gradient needs only its product with W or u:
 
         m = r (u E) / GH, summed over K         du = r E - c (W^T W u)
         dW = scale A - W S                      dscale = the sum of A W over K
@@ -687,7 +709,7 @@ class ProductNorm:
         self.scale: Array | None = scale
         self.scaled: Array = W if scale is None else W * scale[:, None]  # E = scaled^T d
         self.square: Array = W.T @ W  # [K, K]
-        # A product with this row sums over K and divides by GH; BLAS does this faster than np.sum.
+        # row: a product with this row sums over K and divides by GH. BLAS does this faster than np.sum.
         self.row: Array = np.full((1, W.shape[1]), 1 / len(W), W.dtype)
         # A = d (r u)^T and S = (c u) u^T, summed over all columns. From them `add_gradients` computes the gradients of
         # W and of the scale.
@@ -695,9 +717,9 @@ class ProductNorm:
         self.S: Array = np.zeros_like(self.square)
 
     def through(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Turn E = W^T D [K, N] into the gradient of u [K, N], r E - c (W^T W u), in place, and write c [1, N], which
-        is r^2 m with m = r (u E) / GH. square_u [K, N]: W^T W u. r [1, N]. scratch [K, N]: memory that is
-        overwritten."""
+        """Turn E = W^T D [K, N] into the gradient of u [K, N], r E - c (W^T W u), in place. Also write c [1, N], which
+        is r^2 m with m = r (u E) / GH, where u E is summed over K. square_u [K, N]: W^T W u. r [1, N]: the factors.
+        scratch [K, N]: memory that is overwritten."""
         np.matmul(self.row, np.multiply(u, E, scratch), out=c)  # m / r
         np.multiply(E, r, E)
         c *= r * r * r  # c = r^2 m
@@ -714,14 +736,14 @@ class ProductNorm:
 
     def add(self, d: Array, u: Array, r: Array, c: Array) -> None:
         """Add the terms of some columns to the sums A = d (r u)^T and S = (c u) u^T, from which the gradients of W and
-        of the scale are computed. d [GH, N]: the gradient of the norm's result. u [N, K]: what W multiplied. r [N, 1].
-        c = r^2 m [N, 1], which `through` has written."""
+        of the scale are computed. d [GH, N]: the gradient of the norm's result. u [N, K]: the rows that W multiplied. r
+        [N, 1]: their factors. c [N, 1]: what `through` has written."""
         self.A += d @ (u * r)
         self.S += (u * c).T @ u
 
     def add_gradients(self, products: WeightGradients, weights: str, scale: str) -> None:
-        """Add the gradients of W and of the scale to those of the call. weights, scale: their names in the call. A and
-        S are the sums that `add` has computed."""
+        """Compute the gradients of W and of the scale from the sums A and S, and add them to the gradients that
+        `products` collects. weights, scale: the names of W and of the scale in the call."""
         if scale in products.out:
             products.add(scale, np.einsum("rk,rk->r", self.A, self.W))  # the sum of A W over K
         if weights in products.out:  # dW = scale A - W S
@@ -730,30 +752,32 @@ class ProductNorm:
 
 
 class RecurrentNorm:
-    """The layer normalisation of the recurrent product in the backward pass of one direction, as a `ProductNorm` with W
-    = Wh and u = h_in. B: batch items, P: the width of h, N = steps x batch: the columns of a chunk."""
+    """The backward pass of the layer normalisation of the recurrent product, by factors: a `ProductNorm` with W = Wh
+    and u = h_in, for one direction. B: batch items, P: the width of h, N = steps x batch: the columns of a chunk."""
 
-    def __init__(self, problem: Problem, v: Views, kept: Array, chunk: int):
-        """Allocate the memory. kept [T, 1 or 2, B]: r of the recurrent product and of the input's product. chunk: the
-        largest number of steps in a chunk."""
+    def __init__(self, problem: Problem, v: Views, saved: Array, chunk: int):
+        """Allocate the memory. saved [T, 1 or 2, B]: the factors r of the recurrent product and, if there is a second
+        row, of the input's product. chunk: the largest number of steps in a chunk."""
         (_, B, _, P), dtype = problem[:4], v["x"].dtype
         self.norm: ProductNorm = ProductNorm(matrix(v["Wh"]), v.get("norm_scale"))
         self.shift: Array | None = v.get("norm_shift")
-        self.r: Array = kept[:, :1]  # [T, 1, B]
+        self.r: Array = saved[:, :1]  # [T, 1, B]
         self.h: Array = np.empty((chunk, P, B), dtype)  # h_in of each step of a chunk, feature-major
         self.c: Array = np.empty((1, chunk * B), dtype)  # c = r^2 m for each column of a chunk
         self.tiles: Tiles = Tiles(P, B, dtype)
         self.scratch: Array = np.empty((P, B), dtype)
-        # The function that turns E into the gradient of h_in at one step.
+        # through_step: the function that turns E = Wh^T D into the gradient of h_in at one step. For B = 1 there is a
+        # faster one.
         self.through_step: Callable[..., None] = self.through_columns if B > 1 else self.norm.through_column
 
     def begin_chunk(self, start: int, h_in: Array) -> None:
-        """Begin a chunk of steps. Compute for all of them what the gradient of h_in needs: square_h = Wh^T Wh h_in.
-        start: the first step of the chunk. h_in [N, P]: what the recurrent product read, with N = steps x batch."""
+        """Begin a chunk of steps: compute square_h = Wh^T Wh h_in for all of them, which the gradient of h_in needs.
+        start: the first step of the chunk. h_in [N, P]: the h that Wh multiplied, with N = steps x batch."""
         P, B = self.h.shape[1:]
         self.start, self.steps = start, len(h_in) // B
-        # square_h [steps, P, B]. With one batch item the rows of h_in are the steps, so one product serves all of them.
-        # With more items there is a product for each step, whose result [P, B] is contiguous.
+        # Compute square_h [steps, P, B]. With one batch item the rows of h_in are the steps, so one product computes
+        # all of them. With more items a product per step is needed, because the [P, B] of each step shall be
+        # contiguous.
         if B == 1:
             self.square_h: Array = (h_in @ self.norm.square)[:, :, None]
         np.copyto(self.h[: self.steps], h_in.reshape(-1, B, P).transpose(0, 2, 1))
@@ -762,7 +786,7 @@ class RecurrentNorm:
 
     def product(self, k: int, out: Array, h_in: Array) -> None:
         """Write to `out` [H, N] the normalised, scaled and shifted product of one gate at the steps of the chunk. k:
-        the number of the gate. h_in [N, P]: what the recurrent product read."""
+        the number of the gate. h_in [N, P]: the h that Wh multiplied."""
         rows = slice(k * len(out), (k + 1) * len(out))
         np.matmul(self.norm.scaled[rows], matrix(h_in).T, out=out)
         out *= self.r_of_chunk()
@@ -770,12 +794,12 @@ class RecurrentNorm:
             out += self.shift[rows, None]
 
     def r_of_chunk(self) -> Array:
-        """Return r [N] of the columns of the chunk."""
+        """Return the factors r [N] of the columns of the chunk."""
         return self.r[self.start : self.start + self.steps].reshape(-1)
 
     def through(self, t: int, columns: slice, dh: Array) -> None:
-        """Turn `dh` [P, B], which is E = (scale Wh)^T d at step t (`ProductNorm`), into the gradient of h_in, in place.
-        columns: those of this step among the columns of the chunk."""
+        """Turn `dh` [P, B] into the gradient of h_in at step t, in place. At first `dh` is (scale Wh)^T d, where d is
+        the gradient of the norm's result. columns: the columns of this step among those of the chunk."""
         k = t - self.start  # the number of the step in the chunk
         self.through_step(self.h[k], self.square_h[k], self.r[t], dh, self.c[:, columns], self.scratch)
 
@@ -793,29 +817,31 @@ class RecurrentNorm:
 
     def end_chunk(self, dz: Array, h_in: Array, products: WeightGradients) -> None:
         """Add the terms of a chunk to the gradients of Wh, scale and shift. dz [GH, N]: the gradients of the norm's
-        results. h_in [N, P]: what the recurrent product read."""
+        results. h_in [N, P]: the h that Wh multiplied."""
         N = len(h_in)
         self.norm.add(dz, h_in, self.r_of_chunk()[:, None], self.c[0, :N, None])
-        products.accumulate("norm_shift", dz, np.ones(N, dz.dtype))  # dz times ones: the sum of its columns
+        products.accumulate("norm_shift", dz, np.ones(N, dz.dtype))  # the product with ones is the sum over the columns
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of Wh and of the scale to those of the call."""
+        """Add the gradients of Wh and of the scale to the gradients that `products` collects."""
         self.norm.add_gradients(products, "Wh", "norm_scale")
 
 
 class InputProductNorm:
-    """The layer normalisation of the input's product in the backward pass, as a `ProductNorm`."""
+    """The backward pass of the layer normalisation of the input's product, by factors: a `ProductNorm` with W = Wx and
+    u = x."""
 
-    def __init__(self, v: Views, kept: Array):
-        """Prepare the products. kept [T, 2, B]: r of the recurrent product and of the input's product."""
+    def __init__(self, v: Views, saved: Array):
+        """Prepare the products. saved [T, 2, B]: the factors r of the recurrent product and of the input's product."""
         self.norm: ProductNorm = ProductNorm(matrix(v["Wx"]), v.get("norm_input_scale"))
-        self.r: Array = kept[:, 1]
+        self.r: Array = saved[:, 1]
 
     def back(self, start: int, stop: int, x: Array, d: Array, products: WeightGradients) -> None:
-        """Write the gradient of x for the steps from `start` to `stop`, and add their terms to the gradients of the
-        arrays. x [N, I]: the input. d [GH, N]: the gradient of the norm's result."""
-        # E = (scale Wx)^T d, here as rows [N, I], becomes the gradient of x. r and c [1, N]: factors of `ProductNorm`.
-        # Its function `through` takes columns, so it gets transposed views.
+        """Write the gradient of x for the steps from `start` to `stop`, and add the terms of these steps to the
+        gradients of Wx, scale and shift. x [N, I]: the input of these steps. d [GH, N]: the gradient of the norm's
+        result."""
+        # E = (scale Wx)^T d has one row per step and item, [N, I]. `through` turns it into the gradient of x. It takes
+        # columns, so it gets transposed views. r, c [1, N]: see `ProductNorm`.
         E, r, c = d.T @ self.norm.scaled, self.r[start:stop].reshape(1, -1), np.empty((1, len(x)), x.dtype)
         x = matrix(x)
         self.norm.through(x.T, self.norm.square @ x.T, r, E.T, c, np.empty_like(E).T)
@@ -824,13 +850,13 @@ class InputProductNorm:
         products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))  # the sum of d over its columns
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of Wx and of the scale to those of the call."""
+        """Add the gradients of Wx and of the scale to the gradients that `products` collects."""
         self.norm.add_gradients(products, "Wx", "norm_input_scale")
 
 
 class NormBackward:
-    """The layer normalisation of the recurrent product or of the sum in the backward pass of one direction. A step
-    writes the gradient of the norm's result to `d`, then `through` computes that of the recurrent product."""
+    """The backward pass of the layer normalisation of the recurrent product or of the sum, for one direction. A step
+    writes the gradient of the norm's result to `d`. Then `through` computes the gradient of the recurrent product."""
 
     def __init__(
         self,
@@ -839,31 +865,34 @@ class NormBackward:
         norm: Normalisation,
         of_input: "InputNormOfSteps | InputNorm | None",
         other: Sequence[int],
-        kept: Array,
+        saved: Array,
         dz: Array,
     ):
-        """Allocate the memory. norm: the norm of the recurrent product or of the sum. of_input: that of the input's
-        product, or None. kept [T, G H + blocks, B]: y and r of each step. dz [G H, N]: memory for the gradients of the
-        input's part in a chunk. With the sum they are those of the recurrent product; otherwise `dz` gets a copy of
-        each `d`. other: the numbers of the gates of which the input's part has another gradient, such as a GRU's
-        candidate."""
+        """Allocate the memory. norm: the norm of the recurrent product or of the sum. of_input: the norm of the input's
+        product, or None. saved [T, G H + blocks, B]: the normalised numbers y and the factors r of each step. dz [G H,
+        N]: memory for the gradients of the input's part at the steps of a chunk. other: the numbers of the gates whose
+        input part and recurrent part have different gradients, such as a GRU's candidate."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
-        # self.kept: y and r of all steps, with the step on the first axis.
-        self.norm, self.kept, self.dz, rows = norm, kept, dz, len(dz)
-        # dp: the gradient of the recurrent product in a chunk. d: that of the norm's result at one step.
+        # self.saved [T, G H + blocks, B]: y and r of all steps.
+        self.norm, self.saved, self.dz, rows = norm, saved, dz, len(dz)
+        # dp: the gradients of the recurrent product at the steps of a chunk. If the sum is normalised, they are also
+        # those of the input's part, `dz`. d: the gradient of the norm's result at one step.
         self.dp: Array = dz if norm_options(problem).of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)
         self.d: Array = np.zeros((rows, B), dtype)
-        # The norm of the input's product, if each step computes it. Then `dz` gets the gradients of this product.
+        # of_input: the norm of the input's product, if each step computes it. Then `dz` gets the gradients of this
+        # product.
         self.of_input: InputNormOfSteps | None = of_input if isinstance(of_input, InputNormOfSteps) else None
-        # The gradient of bhn is a part of that of the shift, as bhn is added after the norm.
+        # A GRU's bhn is added after the norm, like the shift. So the gradient of the shift contains the gradient of
+        # bhn.
         has_shift = bool({"norm_shift", "bhn"} & v.keys())
         norm.prepare_backward(scaled=self.d, scale="norm_scale" in v, shift=has_shift)
-        self.ended: Array | None = None  # the indices of the batch items that have ended before the current step
+        self.ended: Array | None = None  # the indices of the batch items that have ended before this step, or None
         if self.of_input is not None:
-            self.of_input.norm.share_scratch(norm)  # so that fewer arrays are in the cache
+            self.of_input.norm.share_scratch(norm)  # so that the CPU's cache holds fewer arrays
         self.candidate: slice = cell.block("n", problem.H) if "bhn" in v else slice(0)  # the rows of a GRU's candidate
-        # For a step that computes the norm of the input's product: the gradients of the input's part of the gates in
-        # `other`, which the step writes; for each of them its place in `d` and its part of `dx`.
+        # dx: the gradients of the input's part of the gates in `other`, which a step writes. self.other: for each of
+        # these gates its rows in `d` and its part of `dx`. Only a step that computes the norm of the input's product
+        # uses both.
         self.dx: Array = np.empty((len(other) * H, B), dtype)
         self.other: list[tuple[slice, Array]] = [
             (slice(k * H, (k + 1) * H), self.dx[row * H : (row + 1) * H]) for row, k in enumerate(other)
@@ -871,36 +900,37 @@ class NormBackward:
 
     def product(self, k: int, out: Array, start: int) -> None:
         """Write to `out` [H, N] the normalised, scaled and shifted product of gate k at the steps from `start` on,
-        computed from the saved y. N = steps x batch."""
-        norm, rows, B = self.norm, slice(k * len(out), (k + 1) * len(out)), self.kept.shape[2]
+        computed from the normalised numbers y that the forward pass saved. N = steps x batch."""
+        norm, rows, B = self.norm, slice(k * len(out), (k + 1) * len(out)), self.saved.shape[2]
         for t in range(out.shape[1] // B):
-            result = self.kept[start + t, rows]
+            result = self.saved[start + t, rows]
             result = result if norm.scale is None else result * norm.scale[rows]
             out[:, t * B : (t + 1) * B] = result if norm.shift is None else result + norm.shift[rows]
 
     def through(self, t: int, columns: slice) -> Array:
-        """Return the gradient of the recurrent product of step t, `columns` of `dp`, from the gradient `d` of the
-        norm's result. Also write `columns` of `dz`, the gradient of the input's part. columns: where this step lies in
-        arrays of the chunk."""
+        """Compute the gradient of the recurrent product at step t from `self.d`, the gradient of the norm's result.
+        Write it to `self.dp` and return it. Also write the gradient of the input's part to `self.dz`. columns: the
+        columns of this step in the arrays of the chunk."""
         dp = self.dp[:, columns]
-        if self.ended is not None:  # their numbers may be NaN
+        if self.ended is not None:  # set the gradients of items that have ended to 0, because they may be NaN
             self.d[:, self.ended] = self.dx[:, self.ended] = 0
-        if self.of_input is not None:  # go through the norm of the input's product, too
+        if self.of_input is not None:  # this step also computes the gradient of the input's product before its norm
             of_input = self.of_input
             np.copyto(of_input.d, self.d)
-            for rows, dx in self.other:  # the gates whose input's part has another gradient than the recurrent part
+            for rows, dx in self.other:  # the gates whose input part and recurrent part have different gradients
                 of_input.d[rows] = dx
-            of_input.back(columns.start // self.d.shape[1], self.dz[:, columns])  # the number of the step in the chunk
+            of_input.back(columns.start // self.d.shape[1], self.dz[:, columns])  # first the step's number in the chunk
         elif self.dz is not self.dp:
             np.copyto(self.dz[:, columns], self.d)
-        self.norm.before(self.d, *self.norm.divided(self.kept[t]), dp)
+        self.norm.before(self.d, *self.norm.divided(self.saved[t]), dp)
         return dp
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale and shift, summed over the batch, to those of the call."""
+        """Sum the gradients of scale and shift over the batch, and add them to the gradients that `products`
+        collects."""
         self.norm.add_gradients(products, "norm_scale", "norm_shift")
-        # Mostly the gradient of bhn is the sum of `dz` (`StepBackward.end_chunk`). If each step computes the norm of
-        # the input's product, `dz` has the gradients of that product, and the sum is that of `d`, which is `dshift`.
+        # Usually `StepBackward.end_chunk` computes the gradient of bhn as the sum of `dz`. But if each step computes
+        # the norm of the input's product, `dz` has other gradients. Then the sum of `d` is used, which is `dshift`.
         if self.of_input is not None:
             self.of_input.add_gradients(products)
             if self.norm.dshift is not None and "bhn" in products.out:

@@ -1,24 +1,25 @@
-"""The forward pass and the backward pass of one direction in the engine `numpy`: the loops over time.
+"""The loops over time of the engine `numpy`: the forward pass and the backward pass of one direction.
 
-Within a step every array is feature-major, [GH, B] or [H, B]. The sequences are views [T, B, .] of any memory order.
-T: steps, B: batch items, G: gates, H: units, P: the width of h, I: input features. v holds the arrays of the call,
-`out` the memory of the results, dv the cotangents (the gradients that the caller gives for outputs), each by name. An
-item has ended after its own length of steps; `Ends` says which items end when. In reverse it begins with its own last
-step.
+Within a step every array is feature-major, [GH, B] or [H, B]. The sequences are views [T, B, .] of any memory order. T:
+steps, B: batch items, G: gates, H: units, P: the width of h, I: input features. v holds the arrays of the call, `out`
+the memory of the results, dv the cotangents (the gradients that the caller gives for outputs), each by name. With
+lengths each batch item has its own number of steps, and has ended after them; the class `Ends` says which items end
+when. In reverse an item begins at its own last step.
 
 Options of the call: `keep` [T, B, 1] multiplies h and c before a step; `mask` multiplies the h that enters the
 recurrent product. h_prev: h before a step, times `keep`. h_in: h_prev times the mask.
 
 `cell.carried`: how many blocks of H numbers c has. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B].
 
-From other files: `Step.run` and `StepBackward.run` (`steps`) compute one step. The object `products` of a step computes
-the products with x and holds arrays that steps use in turn: h_buffers [P, B], h before a step; h_rows [P, B], the h
-that enters the recurrent product; operands, what the weights multiply (h_rows, or x, 1 and h). `WeightGradients` sums
-the gradients of weights. The classes with Norm in their names are layer normalisations (`norms`); `of_input` is that of
-the input's product.
+`Step.run` and `StepBackward.run` of the module `steps` compute one step. The object `products` of a step computes the
+products with x, and holds arrays that the steps use in turn: h_buffers [P, B], h before a step; h_rows [P, B], the h
+that Wh multiplies; operands, the arrays that the weights multiply (h_rows, or x, 1 and h). `WeightGradients` sums the
+gradients of weights. The classes with Norm in their names are layer normalisations (module `norms`); `of_input` is the
+norm of the input's product.
 
-In the backward pass dh and dc are the gradients of the states. Where items have different lengths, `waiting` has pairs
-(running, waiting): running is dh or dc, waiting has the gradients of those items that do not run at the current step.
+In the backward pass dh and dc are the gradients of the states. If items have different lengths, the list `waiting` has
+two pairs of arrays: dh and dc, and for each a second array with the gradients of the items that do not run at the
+current step.
 """
 
 from collections.abc import Callable
@@ -36,8 +37,8 @@ SEQUENCES = ("h", "c", "gates")
 
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
-    """Run all steps of one direction. Write the outputs that `out` contains: h [T, B, P], c [T, B, H], gates [T, B,
-    GH], norms [T, B, `norms.kept_rows`], hT [B, P] and cT [B, H].
+    """Run all steps of one direction. Write the outputs for which `out` has memory: h [T, B, P], c [T, B, H], gates [T,
+    B, GH], hT [B, P], cT [B, H] and norms [T, B, .], what the backward pass of layer normalisation reads.
 
     Every batch item runs at every step, even if it has ended or, in reverse, has not begun. That does no harm, because
     the columns of one item do not affect the columns of others. Afterwards the outputs at these steps are overwritten
@@ -45,18 +46,19 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """
     dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = Step(problem, v, mask, out.get("norms"))
-    # enter(t, h, out): writes what h of step t becomes when it enters the product; None: h itself. buffers: the arrays
-    # of h before and after a step, in turn. block: the number of steps whose products with x are computed at once.
+    # enter(t, h, out): writes to `out` the array that Wh multiplies at step t, such as mask * h; None: Wh multiplies h
+    # itself. buffers: the arrays of h, which consecutive steps use in turn. block: the number of steps whose products
+    # with x are computed at once.
     run, products, enter, ends = step.run, step.products, step.enter, Ends(problem, v)
     buffers, block = products.h_buffers, products.block
     h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]
-    if step.by_factors:  # a norm that is a factor on h: `enter` computes and saves it
+    if step.by_factors:  # the norm is a factor on h, which `enter` computes and saves
         norms = None
-    if "c" in out:  # [T, carried H, B]: the states besides h, one block of H rows each
+    if "c" in out:  # c [T, carried H, B]: the states besides h, one block of H rows each
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
     else:  # an empty c, so that the loop below serves every cell
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
-    c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
+    c_times_keep = np.empty(c.shape[1:], dtype)
     times, onwards = range(ends.longest), 1
     if problem.reverse:
         times, onwards = times[::-1], -1
@@ -66,31 +68,31 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     # They are None if the product of each step includes this part.
     inputs, start, stop, inputs_t = None, 0, 0, None
     for t in times:
-        gates_t, c_t, kept = None if gates is None else gates[t], c[t], None if norms is None else norms[t]
+        gates_t, c_t, norms_t = None if gates is None else gates[t], c[t], None if norms is None else norms[t]
         h_new = buffers[(t + onwards) % len(buffers)]  # the array from which the next step reads h
-        if not start <= t < stop:  # load another block; in reverse its last step comes first
+        if not start <= t < stop:  # step t is in another block: load this block; in reverse its last step runs first
             start = t - t % block
             stop = start + block
             inputs = products.load(start)
         if inputs is not None:
             inputs_t = inputs[:, (t - start) * B : (t - start + 1) * B]
-        if problem.reverse and (begun := ends.at(t + 1)) is not None:  # items that begin with this step
+        if problem.reverse and (begun := ends.at(t + 1)) is not None:  # items that begin at this step, their last one
             h_prev[:, begun] = v["h0"][begun].T if "h0" in v else 0
             c_prev[:, begun] = v["c0"][begun].T if "c0" in v else 0
         if keep is not None:
             h_prev *= keep[t].T
-            c_prev = np.multiply(c_prev, keep[t].T, out=c_kept)
+            c_prev = np.multiply(c_prev, keep[t].T, out=c_times_keep)
         if enter is not None:
             enter(t, h_prev, products.h_rows[t % len(products.h_rows)])
-        if "inputs" in v:  # the inputs of this step, of a user's cell
+        if "inputs" in v:  # the inputs of a user's cell at this step
             np.copyto(step.us, v["inputs"][t].T)
-        # Writes h_new, c_t, gates_t and kept (what layer normalisation saves), the latter two unless they are None.
-        run(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new, kept)
+        # Run the step. It writes h_new, c_t and, unless they are None, gates_t and norms_t.
+        run(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new, norms_t)
         np.copyto(h[t], h_new.T)
         h_prev, c_prev = h_new, c_t
     last = {"h": h_prev, "c": c_prev}
     if ends.shortest < T:
-        last = {name: state.copy() for name, state in last.items()}  # a copy: c_prev is a part of out["c"]
+        last = {name: state.copy() for name, state in last.items()}  # copies, because c_prev is a view of out["c"]
         close_ended(problem, v, out, ends, last)
     for name, state in last.items():
         if f"{name}T" in out:
@@ -99,23 +101,23 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
 
 def close_ended(problem: Problem, v: Views, out: Views, ends: "Ends", last: Views) -> None:
     """Overwrite the padding of the outputs `out` by 0: all steps after the end of a batch item with fewer than T steps.
-    Write the states after such an item's own last step to `last`: h [P, B] and c [H, B]. v has the first states h0 and
-    c0, which are the last ones of an item without steps."""
+    Write to `last`, h [P, B] and c [H, B], the states of such an item after its own last step; an item without steps
+    gets its first states h0 and c0, from v."""
     for b in np.flatnonzero(ends.lengths < problem.T).tolist():
         length = int(ends.lengths[b])
         for name in {"h", "c"} & out.keys():
             if length == 0:
                 last[name][:, b] = v[f"{name}0"][b] if f"{name}0" in v else 0
-            elif not problem.reverse:  # in reverse every item ends with step 0
+            elif not problem.reverse:  # in reverse every item ends at step 0, so `last` is right already
                 last[name][:, b] = out[name][length - 1, b]
         for name in {"h", "c", "gates", "norms"} & out.keys():
             out[name][length:, b] = 0
 
 
 class BackwardSweep:
-    """The backward pass of one direction. It divides the steps into chunks of time and processes them in the opposite
-    order of the forward pass. After the steps of a chunk, it computes their share of each weight gradient as one
-    matrix product.
+    """The backward pass of one direction. It divides the steps into chunks of time, and processes chunks and steps in
+    the opposite order of the forward pass. After the steps of a chunk it computes what they contribute to each weight
+    gradient as one matrix product.
 
     dh [P, B] and dc [H, B] are the gradients of the state after the current step, without the cotangents of the
     outputs h and c at that step. P is the width of h; dc has no rows for a cell without c.
@@ -127,14 +129,15 @@ class BackwardSweep:
         forward pass. dv: the cotangents of some outputs by name."""
         dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
         if problem.cell.norm is not None:
-            # rows: the numbers that the norms saved per step and item. They tell `by_factors` which of the two ways of
-            # numpy/norms.py the forward pass took: that of `Normalisation`, or the one by factors.
+            # rows: how many numbers the norms saved per step and item. By this number `by_factors` knows by which of
+            # two methods the forward pass computed the norms. The backward pass needs the same method and weights.
             rows = saved["norms"].shape[2] if "norms" in saved else 0
-            v = with_centred_weights(problem, v, by_factors(problem, rows))  # the weights of the forward pass
+            v = with_centred_weights(problem, v, by_factors(problem, rows))
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
         self.mask: Any = step_mask(v, problem)
-        self.step: StepBackward = StepBackward(problem, v, saved, "gates" in dv)  # whether gates have cotangents
+        gates_have_cotangents = "gates" in dv
+        self.step: StepBackward = StepBackward(problem, v, saved, gates_have_cotangents)
         self.products: WeightGradients = products
         self.out: Views = products.out
         has_c = "c" in saved
@@ -144,9 +147,8 @@ class BackwardSweep:
         self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
         self.dc: Array = first_state(dv, "cT", (carried * H if has_c else 0, B), dtype)
-        # waiting: pairs (dh or dc, a copy of it). An item that does not run yet waits for its last step in time. Until
-        # then its column of dh and dc is 0, so that it adds nothing to any gradient. Then the copy's column replaces
-        # it.
+        # waiting: pairs (dh or dc, a copy of it). While an item does not run, its column of dh and dc is 0, so that it
+        # adds nothing to any gradient. When the item begins to run, its column of the copy is written to dh and dc.
         self.waiting: list[tuple[Array, Array]] = []
         if self.ends.shortest < problem.T:
             self.waiting = [(self.dh, self.dh.copy()), (self.dc, self.dc.copy())]
@@ -155,37 +157,36 @@ class BackwardSweep:
             self.dh[:, idle] = self.dc[:, idle] = 0
 
     def run(self) -> None:
-        """Run all steps, then write the gradients of the first states, and of the peephole weights or the parameters of
-        a user's cell."""
-        T, chunk, out = self.problem.T, self.step.chunk, self.out  # chunk: the number of steps of a chunk
+        """Run all steps, and write all gradients for which `out` has memory."""
+        T, chunk, out = self.problem.T, self.step.chunk, self.out  # chunk: the number of steps in a chunk
         bounds = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
         for start, stop in bounds if self.problem.reverse else reversed(bounds):
             self.run_chunk(start, stop)
-        # Items whose gradients wait until the end: in reverse all, since `run_chunk` has run their last step in time;
-        # else those without steps.
+        # done: the items whose gradients are still in `waiting`. In reverse these are all items, because `run_chunk`
+        # moved the gradients there at each item's last step. Forward in time they are the items without steps.
         done = self.ends.lengths < (T + 1 if self.problem.reverse else 1)
         for running, waiting in self.waiting:
             running[:, done] = waiting[:, done]
         for name, d_state in (("h0", self.dh), ("c0", self.dc)):
             if name in out:
                 out[name][...] = d_state.T
-        # The other norms of the input's product: an `InputNorm` adds its gradients at each chunk, and a `NormBackward`
-        # adds those of an `InputNormOfSteps`.
+        # Two kinds of norms of the input's product are left out: an `InputNorm` has added its gradients after each
+        # chunk, and a `NormBackward` adds those of its `InputNormOfSteps`.
         for norm in (self.step.norm, self.step.norm_of_c, self.step.of_input):
             if isinstance(norm, NormBackward | RecurrentNorm | NormOfC | InputProductNorm):
                 norm.add_gradients(self.products)
-        # params: the name of the parameters, "peephole" or "params". Their gradients are now summed over the batch.
+        # params: the name of the array with numbers per unit, "peephole" or "params". Sum its gradient over the batch.
         if (params := self.problem.cell.params) in out:
             self.products.add(params, self.step.dparams.sum(axis=1))
 
     def run_chunk(self, start: int, stop: int) -> None:
-        """Run the steps from `start` to `stop` backward, then add their weight gradients."""
+        """Run the steps from `start` to `stop` backward, then add their terms to the weight gradients."""
         problem, v, step, dh, dc = self.problem, self.v, self.step, self.dh, self.dc
-        # `without_padding` returns these steps with 0 where a batch item has ended, because NaN may stand there.
+        # dv: the cotangents of these steps, with 0 in the padding (steps after an item's end), which may contain NaN.
         dv = {name: self.without_padding(self.dv[name], start, stop) for name in SEQUENCES if name in self.dv}
         keep = self.without_padding(v["keep"], start, stop) if "keep" in v else None
         mask = None if self.mask is None else self.without_padding(self.mask, start, stop)
-        h_before = self.h_before(start, stop)  # [steps, B, P]
+        h_before = self.h_before(start, stop)  # h before each step, [steps, B, P]
         h_prev = h_before if keep is None else h_before * keep
         h_in = (h_prev if mask is None else h_prev * mask).reshape(-1, problem.P)
         # input_by_step: each step computes the norm of the input's product again, from x.
@@ -197,10 +198,11 @@ class BackwardSweep:
             # one column per step and batch item.
             k, columns = t - start, slice((t - start) * problem.B, (t - start + 1) * problem.B)
             if t >= self.ends.longest:
-                step.skip(columns)  # its results are 0
+                step.skip(columns)  # all items have ended before this step
                 continue
-            # `last`: the items whose last step in time is t. Forward in time they end here, so in this pass, which runs
-            # backward, their gradients enter; in reverse they begin here, so their gradients are complete.
+            # last: the items whose last step in time is t. Forward in time they end here, so this pass, which goes
+            # backward, begins with them: their gradients move from `waiting` to dh and dc. In reverse they begin here,
+            # so this pass ends with them: below their gradients move back to `waiting`.
             last = self.ends.at(t + 1)
             if last is not None and not problem.reverse:
                 for running, waiting in self.waiting:
@@ -214,12 +216,12 @@ class BackwardSweep:
             c_prev = c_before if c_before is None or keep is None else c_before * keep[k].T
             ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
             step.begin_step(ended)
-            # In place: dh becomes the gradient of h_in, dc that of c before the step; step.direct is the part of the
-            # gradient of h_prev that bypasses the recurrent product.
+            # Run the step. In place dh becomes the gradient of h_in, and dc the gradient of c before the step.
+            # step.direct becomes the part of the gradient of h_prev that bypasses the recurrent product.
             step.run(step, t, columns, c_prev, self.c_at(t), dh, dc, dgates)
-            if step.finishes or ended is not None:  # `finishes`: the cell has inputs or parameters of its own
+            if step.finishes or ended is not None:  # `finishes`: a user's cell with inputs or parameters
                 step.finish(t, columns, ended, self.out)
-            if ended is not None:  # a user's formula may give NaN where its inputs are 0
+            if ended is not None:  # their gradients may be NaN: a user's cell may compute NaN from zeros
                 for array in (dh, dc) if step.direct is None else (dh, dc, step.direct):
                     array[:, ended] = 0
             if mask is not None:
@@ -234,18 +236,18 @@ class BackwardSweep:
         self.add_products(start, stop, h_in)
 
     def add_products(self, start: int, stop: int, h_in: Array) -> None:
-        """Compute the gradient of x for the steps from `start` to `stop`, and add these steps' terms to the gradients
-        of the weights. h_in: what the recurrent product of these steps read, [steps * B, P]."""
+        """Compute the gradient of x for the steps from `start` to `stop`, and add the terms of these steps to the
+        gradients of the weights. h_in [steps * B, P]: the h that Wh multiplied at these steps."""
         n = (stop - start) * self.problem.B
-        dz, x = self.step.dz[:, :n], None  # [GH, n]: the gradients of the preactivations
+        dz, x = self.step.dz[:, :n], None  # dz [GH, n]: the gradients of the preactivations
         of_input = self.step.of_input
-        # x without padding is needed for the gradient of Wx (returned as a product in `out`, or as two `factors`), and
-        # for a norm that computes its product again.
+        # x, with 0 in the padding, is needed for the gradient of Wx (as a product in `out`, or as two `factors`), and
+        # for a norm that computes the product x Wx^T again.
         if "Wx" in self.out or "Wx" in self.products.factors or isinstance(of_input, InputNorm | InputProductNorm):
             x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
-        # The gradient of b is the sum of dz over its columns: a product with ones. A norm that runs at every step of
-        # the backward pass (`input_by_step`) sums it itself.
+        # The gradient of b is the sum of dz over its columns, computed as a product with ones. If a norm runs at every
+        # step (`input_by_step`), the norm computes this gradient.
         if not self.step.input_by_step:
             self.products.accumulate("b", dz, np.ones(n, dz.dtype))
         if isinstance(of_input, InputProductNorm) and x is not None:
@@ -264,17 +266,18 @@ class BackwardSweep:
     def through_mask(self, t: int, mask: Array, h_prev: Array) -> None:
         """Turn self.dh [P, B], the gradient of mask * h_prev, into the gradient of h_prev, and add the term of step t
         to the gradient of the mask. mask, h_prev [B, P]."""
-        # The gradient of a mask with an axis of time has a part for each step; any other mask serves all steps.
+        # The gradient of a mask that differs from step to step has a row per step. Any other mask has one gradient, to
+        # which every step adds its term.
         dmask = self.out["mask"]
         add_unbroadcast(self.dh.T * h_prev, dmask if dmask.ndim < 3 or dmask.shape[0] == 1 else dmask[t])
         self.dh *= mask.T
 
     def through_keep(self, t: int, keep: Array, h_before: Array, c_before: Array | None) -> None:
-        """Compute the gradient through the option `keep`, a factor on the states before a step.
+        """Compute the backward pass of the option `keep`, a factor on the states before a step.
 
         At first dh and dc are the gradients of keep * h and keep * c. Write step t of the gradient of `keep`. Then
-        multiply dh and dc by keep; they become the gradients of the states themselves. keep [1, B]: of step t. h_before
-        [B, P], c_before [H, B]: the states before they are multiplied.
+        multiply dh and dc by keep, so that they become the gradients of h and c. keep [1, B]: the factor at step t.
+        h_before [B, P], c_before [H, B]: the states before they are multiplied by it.
         """
         terms = (self.dh * h_before.T).sum(axis=0)
         if c_before is not None:
@@ -284,23 +287,23 @@ class BackwardSweep:
         self.dc *= keep
 
     def h_before(self, start: int, stop: int) -> Array:
-        """Return h before each of the steps from `start` to `stop`, [steps, B, P]. `keep` is not applied yet. The
+        """Return h before each of the steps from `start` to `stop`, [steps, B, P], not yet multiplied by `keep`. The
         result is a view of the saved h, or a copy if it contains the first state."""
         problem, states, first = self.problem, self.h, self.v.get("h0", 0)
         if problem.T == 1 and "h0" in self.v:
             return self.v["h0"][None]
         if not problem.reverse and start > 0:
             return states[start - 1 : stop - 1]
-        if problem.reverse and stop < self.ends.shortest:  # no item starts within these steps
+        if problem.reverse and stop < self.ends.shortest:  # no item begins within these steps
             return states[start + 1 : stop + 1]
         rows = np.empty((stop - start, *states.shape[1:]), states.dtype)
         if not problem.reverse:
             rows[0] = first
             rows[1:] = states[: stop - 1]
             return rows
-        # In reverse the state before step t is the state after step t + 1. Step T - 1, the first one in reverse,
-        # begins from the first state instead; `inner` excludes it. A batch item with fewer steps begins with its own
-        # last step: np.copyto below replaces the state there by the first state.
+        # In reverse the state before step t is the state after step t + 1. `inner` excludes step T - 1, which begins
+        # from the first state. A batch item with fewer steps begins at its own last step, where np.copyto writes its
+        # first state.
         inner = min(stop, problem.T - 1)
         rows[: inner - start] = states[start + 1 : inner + 1]
         rows[inner - start :] = first
@@ -309,18 +312,18 @@ class BackwardSweep:
         return rows
 
     def c_before(self, t: int) -> Array:
-        """Return c [H, B] before step t. `keep` is not applied yet."""
+        """Return c [H, B] before step t, not yet multiplied by `keep`."""
         problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
         if not 0 <= last < problem.T:
             return self.c0
         c: Any = self.c_at(last)
-        if problem.reverse and last >= self.ends.shortest:  # items of length t + 1 start with step t
+        if problem.reverse and last >= self.ends.shortest:  # items of length t + 1 begin at step t, from c0
             c = np.where(self.ends.lengths == last, self.c0, c)
         return c
 
     def without_padding(self, sequence: Array, start: int, stop: int) -> Array:
-        """Return the steps from `start` to `stop` of a sequence [T, B, .], with 0 where a batch item has ended. A
-        NaN in the padding would spoil a sum even if it were multiplied by 0."""
+        """Return the steps from `start` to `stop` of a sequence [T, B, .], with 0 in the padding (steps after a batch
+        item's end). The padding may contain NaN, which would make a sum NaN even if it were multiplied by 0."""
         if stop <= self.ends.shortest:
             return sequence[start:stop]
         steps = np.array(sequence[start:stop])
@@ -343,9 +346,8 @@ class Ends:
             self.by_length.setdefault(length, []).append(b)
 
     def at(self, length: int) -> list[int] | None:
-        """Return the indices of the batch items that have this length, or None if there are none. If all items have
-        T steps, return None for every length: all items then begin and end together, so no item needs special
-        treatment."""
+        """Return the indices of the batch items that have this length, or None if there are none. If all items have T
+        steps, return None for every length, because then no item begins or ends alone."""
         return self.by_length.get(length)
 
 
@@ -355,14 +357,14 @@ def first_state(v: Views, name: str, shape: tuple[int, int], dtype: np.dtype) ->
 
 
 def step_mask(v: Views, problem: Problem) -> Array | None:
-    """Return the mask on h_prev as a view [T, B, P] (P: the width of h), or None if the call has no mask."""
+    """Return the mask, broadcast to a view [T, B, P] (P: the width of h), or None if the call has no mask."""
     return np.broadcast_to(v["mask"], (problem.T, problem.B, problem.P)) if "mask" in v else None
 
 
 def add_unbroadcast(term: Array, total: Array) -> None:
     """Add `term` [B, P] to `total`, the gradient of an array that a step broadcasts to [B, P] (B batch items, P the
     width of h). Where the array was broadcast along an axis, the term is first summed over this axis."""
-    lead = total.ndim - 2  # how many axes `total` has before the last two; below 0: so many axes are missing
+    lead = total.ndim - 2  # how many axes `total` has before the last two; if negative, how many axes it lacks
     shape = total.shape[lead:] if lead > 0 else (1,) * -lead + total.shape
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1)  # the axes along which it was broadcast
     total += term.sum(axis=axes, keepdims=True).reshape(total.shape)

@@ -1,5 +1,5 @@
-"""The passes of one direction over sequences of different lengths. The batch becomes smaller where sequences have
-ended.
+"""Run the forward or backward pass of one direction over sequences of different lengths, without the steps of sequences
+that have ended.
 
 The steps are divided into segments. A segment runs only the batch items that have not ended before its first step, as a
 smaller call with these items' parts of the arrays. Items that end within the segment run on until its last step. The
@@ -7,9 +7,8 @@ module `passes` keeps the results of these additional steps out of the outputs a
 
 T: steps, B: batch items, G: gates, H: hidden units, P: the width of h. v holds the arrays of the call by name (x, Wh,
 lengths and so on), `out` the memory of the results, dv the cotangents (the gradients that the caller gives for
-outputs). h0, c0: the first states; hT, cT: the last ones. `cell.carried`, `cell.kept`: how many blocks of H numbers c
-and gates have. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B], the memory order of c and gates. lengths [B]: after
-how many steps each item ends.
+outputs). h0, c0: the first states; hT, cT: the last ones. `FEATURE_MAJOR` transposes [T, B, .] to [T, ., B], the memory
+order of c and gates. lengths [B]: the number of steps of each item.
 """
 
 from math import isqrt
@@ -23,12 +22,12 @@ from .passes import BackwardSweep, sweep_forward
 from .products import FEATURE_MAJOR, WIDE_BATCH, Array, Views, WeightGradients, transposed
 
 ENDED = 4
-"""A new segment starts only if at least this many batch items have ended in the current segment. In a batch of fewer
-than 8 * ENDED items an eighth of them is enough."""
+"""The number of batch items that must have ended in a segment before a new segment starts. In a batch of fewer than 8 *
+ENDED items an eighth of the items is enough."""
 
 SAVED = 0.1
-"""The smallest part of all (step, batch item) pairs that segments must save. Otherwise the copies of the arrays take
-longer than the steps."""
+"""The smallest fraction of the work (pairs of step and batch item) that segments must save. If they save less, copying
+the arrays takes longer than the saved steps."""
 
 
 class Segment(NamedTuple):
@@ -67,46 +66,46 @@ class Segment(NamedTuple):
             target[:, self.items] = source
 
     def index(self, array: Array) -> tuple[Any, ...]:
-        """Return the index that selects the steps and batch items of this segment in an array that broadcasts to [T,
-        B, .], such as a mask."""
+        """Return the index that selects the steps and batch items of this segment in an array that broadcasts to [T, B,
+        .], such as a mask. An axis of size 1 is taken whole."""
         whole = slice(None)
         steps, items = slice(self.start, self.stop), self.items
-        # The sizes of the array with three axes; an axis of size 1 is broadcast, so it is taken whole.
+        # sizes: the shape of the array, extended to three axes.
         sizes = (1,) * (3 - array.ndim) + array.shape
         index = (steps if sizes[0] > 1 else whole, items if sizes[1] > 1 else whole, whole)
-        return index[3 - array.ndim :]  # without the axes that the array does not have
+        return index[3 - array.ndim :]  # leave out the axes that the array does not have
 
 
 def segments(problem: Problem, v: Views) -> list[Segment]:
-    """Divide a call with lengths into segments, and return them in the order of time. Return an empty list if one pass
-    over all steps and items would not be much slower."""
+    """Divide a call with lengths into segments, and return them in the order of time. Return an empty list if the
+    segments would save too little (`SAVED`): one pass over all steps and items is then as good."""
     T, B = problem[:2]
     if T == 1:
         return []
-    # Items that end within a long segment waste time. But each segment has a fixed cost of one or two steps (for copies
-    # of its arrays). The sum of both costs is smallest near sqrt(T) steps. A new segment must also be smaller by at
-    # least `enough` items: 4, or an eighth of a small batch.
+    # A longer segment wastes more time on items that have ended within it. But each segment costs as much as one or two
+    # steps more, because its arrays are copied. The sum of both costs is smallest near sqrt(T) steps. A new segment
+    # must also have at least `enough` items less than the segment before: 4, or an eighth of a small batch.
     shortest, enough = isqrt(T), min(ENDED, B / 8)
     lengths, found, start = v["lengths"], [], 0
     live = np.flatnonzero(lengths > 0)  # the items of the current segment
     for stop in sorted(set(lengths[live].tolist())):
         left = np.flatnonzero(lengths > stop)
-        # End the segment at step `stop` if it is long enough (`shortest` steps) and enough of its items have ended by
-        # then, or if no item of the batch is left.
+        # left: the items that go on after step `stop`. End the segment there if it has at least `shortest` steps and
+        # `enough` of its items have ended by then, or if no item is left.
         if len(left) == 0 or (len(live) - len(left) >= enough and stop - start >= shortest):
-            # A slice instead of a list of indices, if the items are neighbours: NumPy then makes views, not copies.
+            # If the items are neighbours, use a slice instead of indices: NumPy then makes views, not copies.
             first, last = int(live[0]), int(live[-1]) + 1
             found.append(Segment(start, stop, slice(first, last) if last - first == len(live) else live))
             start, live = stop, left
-    # run: how many (step, item) pairs the segments compute, of T * B. They must save at least a tenth (SAVED).
+    # run: how many pairs of step and item the segments compute, of T * B pairs in all.
     run = sum([steps * items for steps, items in [segment.sizes(B) for segment in found]])
     return found if run <= (1 - SAVED) * T * B else []
 
 
 def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem, Views]:
-    """Return the problem and the arrays of one segment, which can then run like a whole call. The first states h0 and
-    c0 are only restricted to the segment's items; for a later segment the caller replaces them by the states before its
-    first step."""
+    """Return the problem and the arrays of one segment, which can then run like a whole call. Its h0 and c0 are those
+    of the whole call, for the items of the segment; the caller replaces them by the states before the segment's first
+    step."""
     start, stop, items = segment
     part = dict(v)
     for name in {"x", "keep", "inputs"} & v.keys():
@@ -120,21 +119,21 @@ def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem,
 
 
 def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: Views, hidden: list[Views]) -> None:
-    """Run one direction forward, one segment after the other, and write the outputs that `out` contains. Where an item
-    has ended, they keep the 0 that `out` contains at first.
+    """Run one direction forward, one segment after the other, and write the outputs for which `out` has memory. This
+    memory must contain zeros, which remain at the steps after an item's end.
 
-    hidden: for each segment the memory for results that only the backward pass reads, such as gates [steps, items,
-    GH], by name.
+    hidden: for each segment a dict with the memory for results that only the backward pass reads, such as gates [steps,
+    items, GH].
     """
     (_, B, H, P), dtype, cell = problem[:4], v["x"].dtype, problem.cell
-    # states: the states of all items before the next segment; each segment reads and replaces those of its items. c has
-    # `carried` blocks of H numbers: the states besides h. Gates have `kept` blocks.
+    # states: the current states of all items. Each segment reads and replaces the states of its own items. c has
+    # `carried` blocks of H numbers (the states besides h), gates have `kept` blocks.
     widths = {"h": P, "c": cell.carried * H} if "c" in out else {"h": P}
     states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
     for name, state in states.items():
         if f"{name}0" in v:
             state[...] = v[f"{name}0"]
-    # one: the problem of a segment. own: its arrays, with the states that the segment before has left as h0 and c0.
+    # one: the problem of a segment. own: its arrays, with the current states of its items as h0 and c0.
     order = range(len(parts))
     for n in reversed(order) if problem.reverse else order:
         segment = parts[n]
@@ -166,10 +165,10 @@ def backward_in_segments(
     dv: Views,
 ) -> None:
     """Run one direction backward, one segment after the other. Write every gradient for which `products.out` has
-    memory. Where an item has ended, the gradient of x keeps the 0 that this memory contains at first.
+    memory. This memory must contain zeros, which remain in the gradient of x at the steps after an item's end.
 
-    products: sums the gradients of the weights. saved: the outputs of the forward pass. hidden: for each segment what
-    the forward pass saved for it alone, such as gates, by name.
+    products: sums the gradients of the weights. saved: the outputs of the forward pass. hidden: for each segment a dict
+    of what the forward pass saved for it alone, such as gates.
     """
     (_, B, H, P), out, dtype = problem[:4], products.out, v["x"].dtype
     # c has `carried` blocks of H numbers, the states besides h.
@@ -178,12 +177,12 @@ def backward_in_segments(
     for name, d_state in d_states.items():
         if f"{name}T" in dv:
             d_state[...] = dv[f"{name}T"]
-    # Segments with a wide batch read Wh in another memory order. Copy it to this order once, for all segments: the copy
-    # has the shape of Wh again, as `transposed` returns Wh^T.
+    # With a wide batch the steps read Wh fastest if Wh^T is contiguous. So copy Wh^T once for all segments;
+    # ordered["Wh"] is its transpose, with the shape of Wh.
     ordered = {"Wh": transposed(v["Wh"], problem).T} if "Wh" in v else {}
-    adds = "Wx" in v and bool(products.written)  # the other direction has written its part of the gradient of x
-    # own_...: the arrays of one segment alone. d_states: the gradients of the states of all items; a segment reads them
-    # as cotangents of its last states, and replaces them by the gradients of its first states.
+    adds = "Wx" in v and bool(products.written)  # whether the other direction has written its gradient of x already
+    # d_states: the gradients of the current states of all items. A segment reads those of its items as cotangents of
+    # its last states, and replaces them by the gradients of its first states. own_...: the arrays of one segment.
     order = range(len(parts))
     for n in order if problem.reverse else reversed(order):
         segment = parts[n]
@@ -214,4 +213,4 @@ def backward_in_segments(
     for name, d_state in d_states.items():
         if f"{name}0" in out:
             out[f"{name}0"][...] = d_state
-    products.written.add(0)  # from now on the gradient of x contains that of this direction
+    products.written.add(0)  # the other direction, if it runs later, must add to the gradient of x

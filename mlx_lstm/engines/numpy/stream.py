@@ -1,13 +1,12 @@
-"""Run steps that arrive one at a time on the engine `numpy`. The weights are copied and the buffers allocated once; a
-step then runs without allocating memory.
+"""Run a stack of layers on steps that arrive one at a time, on the engine `numpy`. The weights are copied and the
+buffers allocated once; a step then runs without allocating memory.
 
-Within a step every array is feature-major, as in `engines.numpy.sweep`: [rows, B]. B: batch items, I: input features,
-H: hidden units, P: the width of h, C: states of a cell besides h, U: inputs of each step of a user's cell. v: the
-arrays of a layer by name.
+Within a step every array is feature-major, [rows, B]. B: batch items, I: input features, H: hidden units, P: the width
+of h, C: states of a cell besides h, U: inputs of each step of a user's cell. v: the arrays of a layer by name.
 
-`Step` (`steps`) runs one step; its `products` hold the weights and the buffers of h (`products`). With a
-`JoinedProduct` one product [Wx b Wh] [x; 1; h] gives the preactivations, so x is written into its operand. Otherwise
-the input's part is a product of its own, computed here.
+The class `Step` runs one step; its attribute `products` holds the weights and the buffers of h. If this is a
+`JoinedProduct`, one product [Wx b Wh] [x; 1; h] gives the preactivations, so x is written into its operand. Otherwise
+this module computes the input's part as a product of its own.
 """
 
 import numpy as np
@@ -22,9 +21,9 @@ class StreamedLayer:
     """One layer of a stream, with its state: h [P, B] and c [H, B], for H hidden units, B batch items and h of width
     P.
 
-    There are two buffers for h, and two for c. A step reads the states from one buffer, k = 0 or 1, and writes the new
-    states to the other; the next step swaps them. Before a step the caller writes its input to x_rows[k] [I, B]. c [C
-    H, B] has all states besides h, and no rows in a cell without such a state.
+    There are two buffers for h, and two for c. A step reads the states from buffer k, 0 or 1, and writes the new states
+    to the other buffer; the next step swaps them. Before a step the caller writes its input to x_rows[k] [I, B]. c [C
+    H, B] has all states besides h; for a cell without such a state it has no rows.
     """
 
     def __init__(self, problem: Problem, v: Views):
@@ -32,16 +31,16 @@ class StreamedLayer:
         later. problem: the description of a single step."""
         (_, B, H, _), dtype, cell = problem[:4], v["Wx"].dtype, problem.cell
         I = v["Wx"].shape[1]
-        v = v | {"x": np.empty((1, B, I), dtype)}  # only its shape and dtype matter
-        # streamed: one step arrives at a time, so the input's product is computed for each step by itself.
+        v = v | {"x": np.empty((1, B, I), dtype)}  # `Step` reads only its shape and dtype
+        # streamed=True: steps arrive one at a time, so the input's product cannot be computed for many steps at once.
         step = Step(problem, v, mask=None, streamed=True)
         self.step, products = step, step.products
         self.h: list[Array] = products.h_buffers
         self.operands: list[Array] = products.operands
         self.c: list[Array] = [np.zeros((cell.carried * H, B), dtype) for _ in range(2)]
         self.inputs: Array | None = None
-        self.norm: Normalisation | None = None  # of the input's product
-        if not isinstance(products, JoinedProduct):  # the product with h is separate; the bias is one more column of Wx
+        self.norm: Normalisation | None = None  # the layer normalisation of the input's product
+        if not isinstance(products, JoinedProduct):  # compute x Wx^T here, with the bias as one more column of Wx
             bias = bias_of(problem, v)
             if cell.norm is not None and cell.norm.of == "products":
                 self.norm, bias = norm_of_input(problem, v, bias), None
@@ -52,7 +51,7 @@ class StreamedLayer:
             self.weights = in_blocks(np.ascontiguousarray(Wx), B, streamed=True)
             self.product = self.inputs.reshape(*self.weights.shape[:-1], -1)
             self.column: Array = np.ones((Wx.shape[1], B), dtype)  # [x; 1]
-            self.x_rows: list[Array] = 2 * [self.column[:I]]  # no operand has x, so one memory serves both buffers
+            self.x_rows: list[Array] = 2 * [self.column[:I]]  # the same memory for k = 0 and 1
         else:
             self.x_rows = list(products.x_rows)
         for h in self.h:
@@ -62,22 +61,22 @@ class StreamedLayer:
         """Run one step. k: which of the two buffers (0 or 1) holds the h before the step; the step reads its input
         from x_rows[k]. Return the other buffer, which holds the new h [P, B] (P: the width of h).
 
-        self.inputs: memory for the input's part of the preactivations, if the step does not compute it in one product
-        with h; self.column is then the input x with the 1 for the bias.
+        If the step does not compute the input's part of the preactivations in one product with h, it is computed here
+        and written to self.inputs. self.column is then the input with a 1 for the bias, [x; 1].
         """
         if self.inputs is not None:
             np.matmul(self.weights, self.column, out=self.product)
             if self.norm is not None:  # the layer normalisation of the input's product
                 self.norm(self.inputs, self.inputs)
         h, new = self.h[k], self.h[1 - k]
-        # The arguments: what the weights multiply, the input's part, h, c, then the memory for what a backward pass
-        # reads (None), the new c and the new h.
+        # The arguments are the array that the weights multiply, the input's part, h, c, None (no memory for a backward
+        # pass), the new c and the new h.
         self.step.run(self.operands[k], self.inputs, h, self.c[k], None, self.c[1 - k], new)
         return new
 
 
 class Stream:
-    """A stack of layers that runs one step at a time. A cell with inputs of its own is in a stack of one layer.
+    """A stack of layers that runs one step at a time. A user's cell with inputs of its own is in a stack of one layer.
 
     batch: the sizes of the batch axes of x, which may be none. x has the shape (*batch, I) with I input features, and
     h has the shape (*batch, P), where P is the width of the last layer's h.
@@ -90,9 +89,9 @@ class Stream:
             StreamedLayer(problem, v) for problem, v in zip(problems, parameters, strict=True)
         ]
         self.batch = batch
-        self.k: int = 0  # the buffer that holds the current h
+        self.k: int = 0  # the number of the buffer that holds the current states
         first, last = self.layers[0], self.layers[-1]
-        # Both buffers of the first layer's input and of the last layer's h, as the caller sees them: (*batch, .).
+        # self.x, self.h: views (*batch, .) of both buffers of the first layer's input and of the last layer's h.
         self.x: list[Array] = [self.with_batch_axes(rows) for rows in first.x_rows]
         self.h: list[Array] = [self.with_batch_axes(rows) for rows in last.h]
 
@@ -102,17 +101,17 @@ class Stream:
         return rows.T.reshape(*self.batch, -1) if len(rows) else rows
 
     def __call__(self, x: Array, keep: Array | None = None, inputs: Array | None = None) -> Array:
-        """Run one step, and return the last layer's new h (*batch, P): the batch axes, and P, the width of h. The
-        result is a view of a buffer and valid until the next step.
+        """Run one step. Return the last layer's new h (*batch, P), with P its width. The result is a view of a buffer,
+        which later steps overwrite.
 
-        x: (*batch, I). Its memory order does not matter. A complex x raises a TypeError. keep: factors [B] on the
-        states before the step, or None. inputs [B, U H]: the U inputs of this step of a user's cell, or None.
+        x: (*batch, I), in any memory order. A complex x raises a TypeError. keep: factors [B] on the states before the
+        step, or None. inputs [B, U H]: the U inputs of this step of a user's cell, or None.
         """
-        k = self.k  # which of the two buffers holds the states before this step
+        k = self.k  # the number of the buffer that holds the states before this step
         np.copyto(self.x[k], x)
         if inputs is not None:
             np.copyto(self.layers[0].step.us, inputs.T)  # us: the inputs that a step reads; there is one layer
-        with np.errstate(all="ignore"):  # exp may overflow in a gate that is 0, and x may be infinite
+        with np.errstate(all="ignore"):  # no warnings: exp overflows where a gate is 0, and x may be infinite
             if keep is not None:
                 for layer in self.layers:
                     layer.h[k] *= keep

@@ -1,18 +1,17 @@
 """Engine `numpy`: run the recurrence on the CPU with NumPy's BLAS, writing directly into the memory of MLX arrays.
 
-The equations are those of `engines.definitions`, written into preallocated buffers. Within a step every array is
-feature-major, [GH, B] or [H, B]. The large matrix is then the left factor of the recurrent product, which runs up to
-twice as fast in BLAS, and every gate is one contiguous block. Therefore gates and c are allocated as [T, D G H, B]
-and [T, D H, B], and callers get transposed views of them; h has the memory order of x. Each direction writes its own
-rows and columns of the arrays that both share. Only float32 and float64 are supported: the caller casts.
+The steps compute the equations of `engines.definitions` and write into preallocated buffers. Within a step every array
+is feature-major, [GH, B] or [H, B], for two reasons: the large matrix is then the left factor of the recurrent product,
+which runs up to twice as fast in BLAS; and every gate is one contiguous block. So gates and c are allocated as [T, D G
+H, B] and [T, D H, B], and callers get transposed views of them; h has the memory order of x. Each direction writes its
+own part of an array that both directions share. Only float32 and float64 are supported: the caller casts.
 
 T: steps, B: batch items, G: gates, H: hidden units, P: the width of h, D: directions, I: input features. d: the number
-of a direction, or None if there is one only. v: NumPy views of the arrays of the call by name, such as x, Wx, Wh; dv:
-those of the cotangents (the gradients that the caller gives for outputs); out: the memory of the results. norms: what
+of a direction, or None if there is only one. v: NumPy views of the arrays of the call by name, such as x, Wx, Wh; dv:
+views of the cotangents (the gradients that the caller gives for outputs); out: the memory of the results. norms: what
 the forward pass saves of layer normalisations for the backward pass. `cell.carried`, `cell.kept`: how many blocks of H
-numbers c and gates have; `cell.reads_kept`: whether the backward pass reads gates. A segment: some steps of those batch
-items that have not ended before them (`ragged`); parts: the segments of the call, empty if it is not divided. HIDDEN:
-the results that may be for the backward pass only. ALL_THREADS: a context that changes nothing.
+numbers c and gates have; `cell.reads_kept`: whether the backward pass reads gates. A segment is a range of steps with
+the batch items that have not ended before it (`ragged`); parts: the list of segments, empty if the call is not divided.
 """
 
 from math import prod
@@ -24,7 +23,7 @@ from ..cells import AnyCell
 from ..directions import one_direction, part
 from ..packing import is_packed
 from ..problem import Arrays, Problem
-from .norms import centre_gradients, kept_rows
+from .norms import centre_gradients, saved_rows
 from .passes import BackwardSweep, sweep_forward
 from .products import BATCH_MAJOR, FEATURE_MAJOR, TIME_MAJOR, Array, Order, Views, WeightGradients, factored_names
 from .ragged import backward_in_segments, forward_in_segments, segments
@@ -32,27 +31,29 @@ from .threads import ALL_THREADS, one_thread
 from .weights import with_float_weights
 
 SMALL_WEIGHTS = 2**18
-"""The largest number of elements of Wx and Wh together for which a call runs on one thread. They take 1 MiB in float32,
-which fits into the cache of one core. Larger weights are read faster by several cores."""
+"""The largest number of elements of Wx and Wh together for which a call runs on one thread. So many elements take 1 MiB
+in float32, which fits into the cache of one core. Several cores read larger weights faster."""
 
 SMALL_PRODUCT = 2**23
-"""The largest number of multiplications in the products of one time step for which a call runs on one thread. Measured
-on two cores of an AMD EPYC, a second thread gains nothing at half of this number and 1.4 times at twice of it."""
+"""The largest number of multiplications in the products of one time step for which a call runs on one thread. On two
+cores of an AMD EPYC a second thread made a call with half of this number no faster, and a call with twice this number
+1.4 times as fast."""
 
 ALONE = 2**18
-"""OpenBLAS computes a product with at most this many multiplications on the calling thread in any case."""
+"""The largest number of multiplications in a product that OpenBLAS always computes on the calling thread."""
 
 LARGE_SIZE = 2**13
-"""New arrays with at least this many elements are allocated by MLX, smaller ones by NumPy and then copied to MLX.
-Waiting for an array that MLX allocates takes 20 to 40 us, as long as a small step; the copy takes less."""
+"""The smallest number of elements of a new array that MLX allocates. NumPy allocates smaller arrays, which are then
+copied to MLX: waiting for an array that MLX allocates takes 20 to 40 us, as long as a small step, and the copy takes
+less."""
 
 Saved = dict[str, mx.array | Array | list[Array] | None]
-"""The results of `forward` by name. Gates that only the backward pass reads are a NumPy array [T, B, D G H], or one
-such array for each segment (some steps of some batch items, see `ragged`). So are norms, what layer normalisation saves
-(`norms.NormBackward`)."""
+"""The type of the results of `forward` by name. `gates` that only the backward pass reads are a NumPy array [T, B, D G
+H], or a list with an array for each segment (some steps of some batch items, see `ragged`). The same holds for `norms`,
+what layer normalisation saves for the backward pass."""
 
 HIDDEN = ("gates", "norms")
-"""The results of `forward` that may be NumPy arrays, or lists of them."""
+"""The results of `forward` that may be for the backward pass only. They are then NumPy arrays, or lists of these."""
 
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Saved:
@@ -61,9 +62,9 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
 
     batch_first: x, h, c and gates are [B, T, .] instead. For a single step, x [B, I], the only outputs are hT and cT.
 
-    If the caller does not request the gates, `gates` is for the backward pass only: in training it is a NumPy array (or
-    a list of arrays, see `Saved`), otherwise None. It is also None for a plain RNN, whose backward pass needs no gates.
-    In training with layer normalisation of a product or sum there is also the result `norms`.
+    If the caller does not request the gates, `gates` is for the backward pass only: in training a NumPy array or a list
+    of arrays (see `Saved`), otherwise None. It is also None for a plain RNN, whose backward pass reads no gates. In
+    training with layer normalisation of a product or sum there is also the result `norms`.
     """
     packing = problem.packing
     v = views(arrays if packing is None else with_float_weights(packing, arrays))
@@ -74,8 +75,8 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         v["x"] = v["x"].transpose(BATCH_MAJOR)
     dtype, (T, B, H, P), cell, directions = v["x"].dtype, problem[:4], problem.cell, each_direction(problem)
     D = len(directions)
-    # Per unit and direction c has `carried` numbers, gates have `kept`, which is the number of gates in a built-in
-    # cell.
+    # Per unit and direction c has `carried` numbers and gates have `kept`. In a built-in cell `kept` is the number of
+    # gates.
     widths = {"h": D * P, "c": D * cell.carried * H} if cell.carried else {"h": D * P}
     last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if problem.wants_last else {}
     sequences: dict[str, NewArray] = {}
@@ -83,18 +84,18 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         sequences["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
         if "c" in widths:
             sequences["c"] = NewSequence(dtype, (T, B, widths["c"]), FEATURE_MAJOR, batch_first)
-    # parts: the segments, if it pays to divide a call with lengths. rows: the numbers per step and batch item of
-    # each array that only the backward pass reads (`hidden`).
+    # parts: the segments into which a call with lengths is divided, if that saves time. rows: {array that only the
+    # backward pass reads: how many numbers it has per step and batch item}.
     parts, rows = segments(problem, v) if "lengths" in v else [], dict[str, int]()
     if problem.return_gates:
         sequences["gates"] = NewSequence(dtype, (T, B, D * cell.kept * H), FEATURE_MAJOR, batch_first)
     elif problem.training and cell.reads_kept:
         rows["gates"] = D * cell.kept * H
     if problem.training and cell.norm is not None and cell.norm.of is not None:
-        # `kept_rows` says how many numbers one direction saves for each step and batch item.
-        rows["norms"] = D * kept_rows(directions[0][1], of_direction(directions[0][0], v))
-    # MLX initializes the memory of its arrays, which costs an additional write. Arrays that MLX need not see are
-    # therefore allocated by NumPy: for each segment a dict of them.
+        # `saved_rows` says how many numbers one direction saves for each step and batch item.
+        rows["norms"] = D * saved_rows(directions[0][1], of_direction(directions[0][0], v))
+    # hidden: for each segment a dict of the arrays that only the backward pass reads. NumPy allocates them, because MLX
+    # would write zeros to their memory first.
     sizes = [segment.sizes(B) for segment in parts] or [(T, B)]
     hidden = [
         {name: np.empty((steps, n, items), dtype).transpose(FEATURE_MAJOR) for name, n in rows.items()}
@@ -105,7 +106,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         out |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
         out |= {name: array.memory for name, array in last.items()}
-    # No warnings of NumPy: infinity and NaN in padding, overflow and underflow are no errors, as in MLX's operations.
+    # Turn off NumPy's warnings: infinity and NaN in padding, overflow and underflow are no errors, as in MLX.
     with np.errstate(all="ignore"), one_thread() if are_small(problem, v, D) else ALL_THREADS:
         for d, one in directions:
             own, own_out = of_direction(d, v), of_direction(d, out)
@@ -114,7 +115,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
             else:
                 sweep_forward(one, own, own_out)
     saved = {name: [own[name] for own in hidden] if parts else hidden[0][name] for name in rows}
-    # `saved` has gates only in training; a cell whose backward pass reads none returns None.
+    # The result `gates` is None unless `saved` or `sequences` has it.
     return {"gates": None} | saved | {name: array.to_mlx() for name, array in (sequences | last).items()}
 
 
@@ -132,28 +133,30 @@ def backward(
     gradients as two factors, which `multiplied` then multiplies. left_out: the names of gradients that nobody needs,
     () or ("x",).
     """
-    # Without training the forward pass saved too little, and runs again.
+    # Run the forward pass again if it did not save what this pass reads, as without training.
     if any(saved.get(name) is None for name in reads(problem.cell)):
         saved = forward(problem._replace(training=True), arrays)
     packing = problem.packing
     v, dv = views(arrays if packing is None else with_float_weights(packing, arrays)), views(cotangents)
     parts = segments(problem, v) if "lengths" in v else []
-    # outputs: the saved arrays of the whole call. by_segment: what was saved as a list with one array per segment.
+    # outputs: views of the saved arrays of the whole call. by_segment: the results that were saved as lists, with an
+    # array for each segment.
     arrays_saved = {name: a for name, a in saved.items() if isinstance(a, mx.array | np.ndarray)}
     outputs = {name: view(array) for name, array in arrays_saved.items() if name in ("h", "c", *HIDDEN)}
     by_segment = {name: a for name in HIDDEN if isinstance(a := saved.get(name), list)}
-    # hidden: for each segment a dict of its own arrays. new: the memory of the gradients that are not pairs of factors.
+    # hidden: for each segment a dict of its saved arrays.
     hidden = [{name: a[n] for name, a in by_segment.items()} for n in range(len(parts))]
-    # wanted: the names of the gradients other than that of x. factored: those of them that are returned as two factors.
+    # wanted: the names of all gradients except x. factored: the names in `wanted` of gradients that are returned as two
+    # factors. new: the memory of all other gradients.
     wanted = [name for name in v if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))]
     factored = [name for name in factored_names(problem, v) if name in wanted] if as_factors and not parts else []
     new = {name: NewArray(v[name].dtype, v[name].shape) for name in wanted if name not in factored}
     if "x" not in left_out:
         new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
-    # All of this memory contains zeros at first. The gradient of the mask needs them, because it is a sum. So do the
-    # gradients of `keep` and `inputs`, which are written only at steps that run.
+    # The new memory contains zeros, which three gradients need: each step adds its term to the gradient of the mask,
+    # and the gradients of `keep` and `inputs` are written only at steps that run.
     out = {name: array.memory for name, array in new.items()}
-    projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
+    projects = "Wx" in v  # whether the call has a Wx; `out` may lack it, because a quantized Wx has no gradient
     written: set[int] = set()  # the first steps of the chunks of dx that one direction has written already
     factors: Arrays = {}
     directions = each_direction(problem)
@@ -166,7 +169,7 @@ def backward(
                 backward_in_segments(one, parts, products, own, own_saved, own_hidden, own_dv)
             else:
                 BackwardSweep(one, products, own, own_saved, own_dv).run()
-            if problem.cell.norm is not None:  # subtract means that the true gradients of weights do not have
+            if problem.cell.norm is not None:  # the steps may have left out a part of the norm's gradient
                 centre_gradients(one, own_out)
             factors |= in_mlx(arrays, products.factors)
     return factors | {name: array.to_mlx() for name, array in new.items()}
@@ -179,18 +182,18 @@ def reads(cell: AnyCell) -> list[str]:
 
 
 def in_mlx(arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -> Arrays:
-    """Return weight gradients as pairs of factors, which are multiplied later. arrays: the arrays of the call. factors:
-    NumPy arrays from `WeightGradients.factors`: {name: {first row of a block: (left, right)}}. The results are MLX
-    arrays named "Wh 0" (left factor), "Wh 1" (right factor), "Wh 2" (the next pair's left factor) and so on.
+    """Return the factors of weight gradients as MLX arrays, which are multiplied later. arrays: the arrays of the call.
+    factors: NumPy arrays from `WeightGradients.factors`: {name: {first row of a block: (left, right)}}. The results are
+    named "Wh 0" (left factor), "Wh 1" (right factor), "Wh 2" (the left factor of the next block) and so on.
 
     A factor that occurs twice is copied only once. A right factor that is x or h0 itself is not copied: the result is
     the caller's array.
     """
     callers = [arrays[name] for name in ("x", "h0") if name in arrays] if factors else []
-    known = {place_of(view(array)): array for array in callers}  # {description of its memory: MLX array}
+    known = {place_of(view(array)): array for array in callers}  # {key of its memory: MLX array}
     results = {}
     for name, blocks in factors.items():
-        # n: the number in the name, counted over the factors (left, right) of all blocks.
+        # n: the number in the name of the result. It counts left and right factors of all blocks.
         for n, factor in enumerate([factor for row in sorted(blocks) for factor in blocks[row]]):
             place = place_of(factor)
             if place not in known:
@@ -200,10 +203,10 @@ def in_mlx(arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -
 
 
 def place_of(array: Array) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return a description of an array's memory. Two arrays with the same description have the same elements.
+    """Return a key of an array's memory: the address of its first element, and the size and stride of each axis. Two
+    arrays with the same key have the same elements.
 
-    The description is the address of the first element, and the size and stride of each axis. It leaves out axes of
-    size 1, so x [1, B, I] and its only step [B, I] have the same description.
+    The key leaves out axes of size 1, so x [1, B, I] and its only step [B, I] have the same key.
     """
     axes = [axis for axis in zip(array.shape, array.strides, strict=True) if axis[0] > 1]
     return array.__array_interface__["data"][0], tuple(axes)
@@ -213,13 +216,13 @@ def multiplied(gradients: Arrays) -> Arrays:
     """Return the gradients, with each pair of factors from `backward` replaced by a lazy MLX product.
 
     The factors of a weight are named "Wh 0", "Wh 1" and so on. Each pair is a left factor [n, rows] and a right factor
-    [n, columns], with n = batch items; left^T right is one block of rows of the gradient. The products are lazy
-    because a program that calls a layer at every time step sums the gradients of all calls. MLX computes lazy products
-    one by one while it sums them; products computed immediately would all be in memory at once.
+    [n, columns], with n = batch items; left^T right is one block of rows of the gradient. The products are lazy to save
+    memory: a program that calls a layer at every time step sums the gradients of all calls. MLX computes lazy products
+    one by one while it sums them; products that were computed immediately would all be in memory at once.
     """
     blocks: dict[str, list[mx.array]] = {}
     factors = iter([name for name in gradients if " " in name])
-    for left, right in zip(factors, factors, strict=True):  # one iterator twice: its next two names are a pair
+    for left, right in zip(factors, factors, strict=True):  # the same iterator twice, so each turn takes two names
         blocks.setdefault(left.partition(" ")[0], []).append(gradients[left].T @ gradients[right])
     products = {name: each[0] if len(each) == 1 else mx.concatenate(each) for name, each in blocks.items()}
     return products | {name: gradient for name, gradient in gradients.items() if " " not in name}
@@ -237,13 +240,13 @@ def views(arrays: Arrays) -> Views:
 
 
 class NewArray:
-    """A new MLX array that NumPy fills: NumPy writes to `memory`, then `to_mlx` returns the MLX array. It
-    contains zeros at first: MLX cannot create an array without writing to its memory."""
+    """A new MLX array that NumPy fills: NumPy writes to `memory`, then `to_mlx` returns the MLX array. At first
+    `memory` contains zeros."""
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
         self.dtype: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32
-        # array: the MLX array, of which `memory` is a view. None for a small array, which NumPy allocates: to wait for
-        # MLX's memory would take as long as a small step.
+        # array: the MLX array, of which `memory` is a view. It is None for a small array, which NumPy allocates,
+        # because waiting for memory from MLX takes as long as a small step.
         self.array: mx.array | None = mx.zeros(shape, self.dtype) if prod(shape) >= LARGE_SIZE else None
         self.memory: Array = np.zeros(shape, dtype) if self.array is None else view(self.array)
 
@@ -261,11 +264,11 @@ class NewSequence(NewArray):
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, int, int], order: Order, batch_first: bool = False):
         T, B, _ = shape
-        # returned: the order of the axes that the MLX array will have.
+        # returned: the order of the axes that the MLX array will have for the caller.
         self.returned: Order = BATCH_MAJOR if batch_first else TIME_MAJOR
-        # With B = 1 all three orders of the axes mean the same layout in memory. With T = 1 TIME_MAJOR and BATCH_MAJOR
-        # mean the same layout. In these cases take the order that the MLX array will have, so that `to_mlx` need not
-        # transpose it.
+        # order: the order of the axes in memory. With B = 1 all three orders are the same layout in memory, and with T
+        # = 1 TIME_MAJOR and BATCH_MAJOR are. In these cases take the order `returned`, so that `to_mlx` need not
+        # transpose.
         self.order: Order = self.returned if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
         super().__init__(dtype, (shape[self.order[0]], shape[self.order[1]], shape[self.order[2]]))
         self.as_allocated: Array = self.memory
@@ -278,7 +281,7 @@ class NewSequence(NewArray):
         array = mx.array(self.as_allocated, self.dtype) if self.array is None else self.array
         if self.order == self.returned:
             return array
-        # For each axis of the result its position in `array`, whose axes are in the order `order`.
+        # Transpose: find each axis of the result among the axes of `array`, which are in the order `order`.
         first, second, third = self.returned
         return mx.transpose(array, [self.order.index(first), self.order.index(second), self.order.index(third)])
 
@@ -302,11 +305,11 @@ def each_direction(problem: Problem) -> list[tuple[int | None, Problem]]:
     """Return [(0, problem of direction 0), (1, problem of direction 1)], or [(None, problem)] for a single
     direction.
 
-    Callers run the directions one after the other, because BLAS uses threads itself. The gain from one thread per
-    direction is not measured; the threads would have to take turns where both add to dx and to the gradient of a
-    shared mask.
+    Callers run the directions one after the other, because BLAS uses threads itself. Whether a thread per direction
+    would be faster was not measured; the threads would have to wait for each other where both add to the gradients of x
+    and of a shared mask.
 
-    Callers run them under `np.errstate(all="ignore")`, which also overrides the user's np.seterr. Infinity and NaN in
+    Callers run them inside `np.errstate(all="ignore")`, which also overrides the user's np.seterr: infinity and NaN in
     padding, overflow of exp in a sigmoid that is 0, and underflow are no errors, as in MLX's own operations.
     """
     return [(d, one_direction(problem, d)) for d in range(2)] if problem.bidirectional else [(None, problem)]

@@ -1,9 +1,8 @@
-"""The number of threads that NumPy's BLAS uses for a call of the engine `numpy`.
+"""Make NumPy's BLAS use one thread for calls of the engine `numpy` whose products are small.
 
-OpenBLAS divides each larger product among all cores and waits for the slowest of them. If another process runs on one
-of the cores, the wait lasts until the system runs the other process no more, which is thousands of times as long as a
-product of one time step. Between products the threads spin, and take a core from MLX's own thread. So a call whose
-products are small runs on one thread.
+OpenBLAS divides each larger product among all cores and waits for the slowest one. If another process occupies one of
+the cores, OpenBLAS waits until the system stops that process, which takes thousands of times as long as a product of
+one time step. Between products the threads spin, so they also take a core from MLX's own thread.
 """
 
 import ctypes
@@ -33,7 +32,7 @@ def openblas() -> Threads | None:
     if file is None or sys.platform == "darwin":
         return None
     with suppress(OSError):
-        library = ctypes.CDLL(file)  # it is loaded already; its functions include those of the BLAS that it links
+        library = ctypes.CDLL(file)  # NumPy has loaded this library, which makes the functions of its BLAS accessible
         for prefix in ("scipy_", ""):  # NumPy's wheels rename all functions of their OpenBLAS
             for suffix in ("64_", ""):
                 with suppress(AttributeError):
@@ -42,15 +41,15 @@ def openblas() -> Threads | None:
     return None
 
 
-lock = threading.Lock()  # held while the two numbers below change
-running = 0  # calls that run on one thread at this moment, in all threads of Python
+lock = threading.Lock()  # protects the two numbers below
+running = 0  # how many calls run with one thread of BLAS at this moment, in all threads of Python
 usual = 1  # the number of threads that OpenBLAS used before the first of these calls began
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Return a context in which BLAS uses one thread, for a call whose products are small. The last of several such
-    calls, which may run in different threads of Python, restores the number of threads."""
+    """Return a context in which BLAS uses one thread, for a call whose products are small. If several such calls run at
+    once, in different threads of Python, the last one to end restores the number of threads."""
     global running, usual
     blas = openblas()
     if blas is None:

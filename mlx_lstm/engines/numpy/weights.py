@@ -1,8 +1,8 @@
 """Cache of arrays derived from parameters, such as dequantized weights.
 
-An entry is valid while the parameters are the same, unmodified arrays. The entry holds arrays that share the
-parameters' memory, so that MLX can neither free nor overwrite that memory: a parameter that MLX modifies gets new
-memory, and the cache notices the new address.
+An entry is valid while the parameters are the same, unmodified arrays. It holds arrays that share the memory of the
+parameters, so that MLX can neither free nor overwrite this memory. If MLX modifies a parameter, it must use new memory,
+and the cache notices the new address.
 
 The cache does not notice writes through a NumPy view of a parameter, as in `np.asarray(layer.Wh)[0] = 1`. Assign a
 new array instead.
@@ -36,25 +36,23 @@ class Entry(NamedTuple):
 
 
 _cached: dict[int, Entry] = {}
-"""The cache: a dict from the `id` of the first parameter to the entry of the latest call with this parameter."""
+"""The cache: {`id` of the first parameter: entry of the latest call with this parameter}."""
 
 
 def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any:
     """Return `derive(parameters)`, from the cache if `parameters` are the same unmodified arrays as in the latest
     call.
 
-    kind: a key that distinguishes different values derived from the same parameters. parameters: a tree of evaluated
-    or lazy arrays, and of other hashable values.
+    kind: a key that distinguishes different values derived from the same parameters. parameters: nested lists and dicts
+    of arrays (evaluated or lazy) and of other hashable values.
     """
-    arrays = [leaf for _, leaf in tree_flatten(parameters) if isinstance(leaf, mx.array)]
-    mx.eval(arrays)
-    first = arrays[0]
+    first = next(leaf for _, leaf in tree_flatten(parameters) if isinstance(leaf, mx.array))
     entry = _cached.get(id(first))
-    if entry and entry.first() is first and entry.key == key_of(kind, parameters):
+    if entry and entry.key == key_of(kind, parameters):
         return entry.value
-    # shared: the same tree, with new arrays. mx.stop_gradient makes new MLX arrays on the memory of the parameters.
-    # Both the key and the cached value are computed from these arrays. So key and value belong together even if another
-    # thread changes a parameter meanwhile.
+    # shared: the parameters as new MLX arrays on the same memory, which mx.stop_gradient makes. Both the key and the
+    # cached value are computed from these arrays, so they belong together even if another thread modifies a parameter
+    # meanwhile.
     shared = tree_map(lambda leaf: mx.stop_gradient(leaf) if isinstance(leaf, mx.array) else leaf, parameters)
     mx.eval(shared)
     value = derive(shared)
@@ -65,8 +63,8 @@ def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any
 
 
 def key_of(kind: Hashable, parameters: Any) -> Hashable:
-    """Return a key that identifies evaluated parameters: the address, shape, strides and dtype of each array. The
-    address alone is not enough: a transposed or broadcast view begins at the same address as its array."""
+    """Evaluate the parameters and return a key that identifies them: the address, shape, strides and dtype of each
+    array. The address alone is not enough: a transposed or broadcast view begins at the same address as its array."""
     key: list[Hashable] = [kind]
     for path, leaf in tree_flatten(parameters):
         if isinstance(leaf, mx.array):
@@ -80,13 +78,13 @@ def key_of(kind: Hashable, parameters: Any) -> Hashable:
 
 def with_float_weights(packing: Packing, arrays: Arrays) -> Arrays:
     """Return the arrays with each quantized weight (integers, scales and biases) replaced by its dequantized matrix
-    in the dtype of x."""
-    dtype, quantized = arrays["x"].dtype, packed_names(arrays)
+    in float32, the dtype of x: a call with quantized weights is never in float64."""
+    quantized = packed_names(arrays)
     floats = {name: array for name, array in arrays.items() if name not in quantized}
     for name in WEIGHTS:
         if is_packed(name, arrays):
             # The integers, scales and biases of this weight, such as Wh, Wh_scales and Wh_biases.
             parts = {part: arrays[part] for part in quantized if part.partition("_")[0] == name}
-            # name=name: the function keeps this name, because the loop changes the variable.
-            floats[name] = cached((packing, dtype), parts, lambda parts, name=name: matrix(packing, parts, name, dtype))
+            # name=name: the default value stores the current name, because the loop changes the variable.
+            floats[name] = cached(packing, parts, lambda parts, name=name: matrix(packing, parts, name, mx.float32))
     return floats

@@ -1,9 +1,8 @@
 """Quantized weights in plain MLX operations: dequantize them, or multiply by them directly.
 
-A quantized weight such as Wh is up to three arrays of the call: `Wh` (integers of a few bits each, packed), `Wh_scales`
-and, in mode "affine", `Wh_biases`; a group of numbers shares a scale and a bias, and each number is scale q + bias with
-an integer q. packing: group size, bits and mode; None if no weight is quantized. arrays: the arrays of the call by
-name.
+A quantized weight such as Wh is up to three arrays of the call: `Wh` (packed integers q of a few bits each),
+`Wh_scales` and, in mode "affine", `Wh_biases`. Each number is scale q + bias; a group of numbers shares a scale and a
+bias. packing: group size, bits and mode; None if no weight is quantized. arrays: the arrays of the call by name.
 """
 
 import mlx.core as mx
@@ -32,16 +31,15 @@ def matrix(packing: Packing, arrays: Arrays, name: str, dtype: mx.Dtype) -> mx.a
 
 
 def matrix_for_oracle(packing: Packing, arrays: Arrays, name: str) -> np.ndarray:
-    """Return the matrix of one quantized weight in the form that the float64 oracle (the reference that tests compare
-    with) takes.
+    """Return the matrix of one quantized weight for the oracle, the float64 reference with which tests compare.
 
-    In mode "affine" the matrix is complex. The real part is the weight, scale q + bias. The imaginary part, from which
-    the oracle computes how large rounding errors may be, is a factor for the first weight of each group, and 0 for the
-    others. A kernel stores q in f bits (`field_of`: 4, or 8 for q of more than 4 bits), and puts these into the
-    mantissa of a half, which is then the number 2^f + q. So it computes
-    scale (S - 2^f s) + bias s with the sums S of (2^f + q) x and s of x over the group, which are larger than the
-    result and so round with larger errors. The factor says how large: sqrt((2 scale 2^f)^2 + (scale 2^f + |bias|)^2),
-    as `closeness.exact_and_bounds` derives. It is never 0, which would mean that no group begins here.
+    In mode "affine" the matrix is complex. Its real part is the weight, scale q + bias. Its imaginary part tells the
+    oracle how much larger the rounding errors of a kernel may be: it is a factor at the first weight of each group, and
+    0 at the others. A kernel puts the f bits of q (`field_of`) into the mantissa of a float16, which is then the number
+    2^f + q. So it computes scale (S - 2^f s) + bias s, where S is the sum of (2^f + q) x and s the sum of x over a
+    group. Both terms are larger than the result, so they have larger rounding errors. The factor is sqrt((2 scale
+    2^f)^2 + (scale 2^f + |bias|)^2), as `closeness.exact_and_bounds` derives. It is never 0, because the oracle finds
+    the first weight of a group by it.
     """
     values = np.array(matrix(packing, arrays, name, mx.float32)).astype(np.float64)
     scales, biases = scales_of(arrays, name, mx.float32)
@@ -64,12 +62,12 @@ def scales_of(arrays: Arrays, name: str, dtype: mx.Dtype) -> tuple[mx.array, mx.
 def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.array:
     """Return rows @ Wx^T, for a float matrix Wx or a quantized one."""
     if packing is None or not is_packed("Wx", arrays):
-        return rows @ arrays["Wx"].T  # not mx.addmm: MLX 0.32.4 refuses it under mx.vmap over b alone
+        return rows @ arrays["Wx"].T  # mx.addmm could add b, too, but MLX 0.32.4 refuses it under mx.vmap over b alone
     scales, biases = scales_of(arrays, "Wx", rows.dtype)
-    # mx.vmap does not support quantized products, so under mx.vmap the weight is dequantized first. Inside mx.vmap
-    # arrays have no values. The same is true inside mx.compile and an export, so weights are dequantized there, too.
-    # That is slow, so it is done only on the CPU (on a GPU mx.vmap raises MLX's error); and only in mode affine,
-    # because an export cannot write the dequantization of the other modes.
+    # mx.vmap does not support quantized products, so the weight is dequantized first if the arrays have no values, as
+    # inside mx.vmap. This slows down mx.compile and an export, too, in which arrays have no values either. So it is
+    # done only on the CPU (on a GPU mx.vmap raises MLX's error), and only in mode "affine", because an export cannot
+    # write the dequantization of the other modes.
     traced = packing.mode == "affine" and mx.default_device() == mx.cpu and is_transforming()
     # weight: Wx, its scales and its biases.
     weight = (array for name, array in arrays.items() if name.startswith("Wx"))

@@ -1,8 +1,8 @@
-"""Run a cell that the user wrote in plain MLX operations, by calling the user's function. In a test run of kernels
-there is only the cell's graph and no function; there the graph's nodes are computed one by one.
+"""Run a step of a cell that the user wrote, by calling the user's function of MLX operations. A trial run of kernels
+has only the cell's graph and no function; then the graph's nodes are computed one by one.
 
-B: batch items, H: hidden units, G: gates. A user's cell has one or more states, h first; c has the others side by side.
-The function gets x, the preactivations or the input's part of them, and p, their recurrent part if it reads both.
+B: batch items, H: hidden units, G: gates. A user's cell has one or more states: h, and in c all others side by side.
+The function gets the preactivations, or both of their parts: x, the input's part, and p, the recurrent part.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,14 +22,14 @@ def blocks(array: Array | None, count: int) -> list[Array]:
 
 
 def chosen(live: Array, one: Array, other: Array) -> Array:
-    """Return `one` [B, ...], but `other` for all batch items whose entry in `live` [B] is false. The gradient of the
+    """Return `one` [B, ...], but `other` for all batch items whose entry in `live` [B] is false. The gradient of a
     number that is not chosen is 0.
 
-    `mx.where` has the same values, but MLX computes the gradient of each of both numbers as the gradient of the result
-    times 1 or 0. Where that is infinite or NaN, the number that is not chosen would get NaN. A gather does not
-    multiply. Only floats have a gradient, so for other dtypes this is `mx.where`.
+    `mx.where` returns the same values, but MLX computes its gradients by multiplying the cotangent by 1 or 0. So a
+    number that is not chosen would get the gradient NaN where the cotangent is infinite or NaN. The gradient of a
+    gather (`take_along_axis`) has no such product. Only floats have a gradient, so other dtypes use `mx.where`.
     """
-    live = live.reshape(1, -1, *[1] * (one.ndim - 1))  # [1, B, 1, ..]: broadcasts to the stack of both arrays below
+    live = live.reshape(1, -1, *[1] * (one.ndim - 1))  # [1, B, 1, ..], to broadcast to `both` below
     if not mx.issubdtype(one.dtype, mx.floating):
         return mx.where(live.squeeze(0), one, other)
     # Take row 1 of (other, one) where `live` is true, else row 0.
@@ -41,8 +41,9 @@ def only_live(live: Array | None, values: Iterable[Array]) -> list[Array]:
     """Return the inputs of a cell, `values` [B, ...], unchanged, but with derivatives that are 0 for all batch items
     whose entry in `live` is false. None: no item has ended.
 
-    The results of ended items are not used, so their gradient is 0. MLX still multiplies it by the cell's derivative.
-    If that is infinite or NaN, the gradient of the cell's inputs is NaN. Here it becomes 0.
+    The results of an item that has ended are not used, so their gradient is 0. But MLX multiplies this 0 by the cell's
+    derivative, and if the derivative is infinite or NaN, the gradient of the cell's inputs becomes NaN. This function
+    makes it 0.
     """
     return list(values) if live is None else [chosen(live, value, mx.stop_gradient(value)) for value in values]
 
@@ -56,11 +57,11 @@ def pointwise_step(
     params: Array | None,
     live: Array | None,
 ) -> tuple[Array, Array, Array]:
-    """Run one step. Return (saved [B, K H], c [B, C H], h [B, H]) after the step: c has the C states besides h.
-    `saved`, which other engines fill with K values per unit for the backward pass, is all zeros: here MLX derives the
-    gradient.
+    """Run one step of a user's cell. Return (saved [B, K H], c [B, C H], h [B, H]) after the step, where c has the C
+    states besides h. `saved` is all zeros: other engines save K values per unit in it for the backward pass, but here
+    MLX derives the gradient.
 
-    z, product [B, G H]: the input's and the recurrent part of the G preactivations; product is None without Wh.
+    z, product [B, G H]: the input's part and the recurrent part of the G preactivations; product is None without Wh.
     states: h [B, H] and c [B, C H] before the step; c is not read if there is only h. inputs [B, U H]: the step's U
     inputs per unit. params [V H]: the V parameters per unit. live [B, 1]: false for batch items that have ended, or
     None.
@@ -69,11 +70,11 @@ def pointwise_step(
     x, p = blocks(z, graph.gates), blocks(product, graph.gates)
     if not graph.apart and product is not None:
         x, p = [a + b for a, b in zip(x, p, strict=True)], []
-    # every: the arguments of the function, in order. per_unit: the parameters, the same for all batch items.
+    # every: the arguments of the function, in order. per_unit: the parameters, broadcast to all batch items.
     per_unit = [mx.broadcast_to(w, h.shape) for w in blocks(params, graph.params)]
     every = [*x, *p, h, *blocks(c, graph.states - 1), *blocks(inputs, graph.inputs), *per_unit]
     given = only_live(live, every)  # the same values, but without derivatives where an item has ended
-    # after: the new states, h first. function: the user's, called with all arrays in order; None in a test run.
+    # after: the new states, h first. function: the user's, called with all arrays in order; None in a trial run.
     if graph.function is not None:
         after = list(graph.function(*given))
     else:
@@ -87,7 +88,8 @@ def pointwise_step(
 def gradients_by_mlx(
     forward: Callable[[Problem, Arrays], Arrays], problem: Problem, arrays: Arrays, cotangents: Arrays
 ) -> Arrays:
-    """Return the gradients of all arrays except lengths. MLX derives them from the forward pass."""
+    """Return the gradients of all arrays except lengths. MLX derives them from the function `forward`. cotangents: the
+    cotangents of some of its outputs, by name."""
     names = [name for name in arrays if name != "lengths"]
     lengths = {name: array for name, array in arrays.items() if name == "lengths"}
 

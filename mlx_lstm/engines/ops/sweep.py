@@ -5,19 +5,26 @@ arrays; nothing is evaluated. Two directions run one after the other, each on it
 dicts by the names that `problem` lists: x, Wx, Wh, b, h0, c0 and so on. Sizes: T time steps, B batch items, I input
 features, H hidden units, P the width of h (H, or the width of the projection), G gates of the cell, D directions.
 
-z: the input's part of the preactivations, x Wx^T + b. h_in: h times the mask; its product h_in Wh^T is the recurrent
-part. keep: an option, a factor on the states before a step. Letters of gradients: dz belongs to z, dp to the recurrent
-part, da to the result of a layer normalisation. A cell reads both parts `apart` if it needs them as two values, as a
-GRU does, whose r multiplies the candidate's recurrent part; else dz is the gradient of both. A carry is the gradient of
-a state that reaches the step before without the recurrent product. A cotangent is the gradient that the caller gives
-for an output. saved: the outputs of the forward pass. sweep: what the backward steps returned, stacked over time.
-lengths [B]: after how many steps each item ends; live: true for the items that have not ended. `NormOptions.of` says
-what is normalised: "product": h_in Wh^T; "sum": its sum with z. `cell.carried`: how many blocks of H numbers c has.
+These names stand in many functions below:
 
-A step computes its cell by a function of `definitions`, or its gradient by the nodes of the cell's graph. The inputs of
-both have the same names, a letter and a number: x0, x1, ... are the gates' preactivations (or z alone), p0, ... their
-recurrent part, s0 and s1 the states h and c, w0, ... the peephole weights, d0, d1 and e0, ... the gradients of states
-and gates, k0 and k1 the limits of c and h, i0 is h_in, W0 a second matrix (W0T its transpose), N0 the norm of c.
+    z           the input's part of the preactivations, x Wx^T + b; its gradient is dz
+    h_in        h times the mask. Its product h_in Wh^T is the recurrent part of the preactivations, with the gradient
+                dp. A cell needs both parts as two values if `cell.apart`, such as a GRU, whose gate r multiplies the
+                recurrent part of the candidate; for other cells dz is the gradient of both parts
+    da          the gradient of the result of a layer normalisation. `norm.of` says what is normalised: the "product"
+                h_in Wh^T, or its "sum" with z
+    keep        an option: a factor on the states before a step
+    carry       the part of a state's gradient that reaches the step before without the recurrent product
+    cotangent   the gradient that the caller gives for an output
+    saved       the outputs of the forward pass
+    sweep       the results of the backward steps, stacked over time
+    lengths     the number of steps of each batch item, [B]; live: true for the items that have not ended
+
+A forward step calls the cell's function in `definitions`, and a backward step computes the nodes of the cell's graph.
+Both name their inputs by a letter and a number: x0, x1, ... are the preactivations of the gates (or their input part),
+p0, ... their recurrent part, s0 and s1 the states h and c, w0, ... the peephole weights, d0, d1 and e0, ... the
+gradients of states and gates, k0 and k1 the limits of c and h, i0 is h_in, W0 a second matrix (W0T its transpose), N0
+the norm of c.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +41,7 @@ from ..cells import AnyCell, PointwiseCell, norm_blocks
 from ..definitions import ScaledNorm, constant, normalised
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
-from ..tracing import distinct
+from ..tracing import distinct, split_apart
 from .packed import dequantized, times_input
 from .pointwise import chosen, gradients_by_mlx, pointwise_step
 
@@ -42,17 +49,24 @@ from .pointwise import chosen, gradients_by_mlx, pointwise_step
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
     an LSTM also c [T, B, D H] and cT [B, D H]."""
-    # MLX may derive a gradient from these operations: of a user's cell, without training, or in forward mode. Some of
-    # its products multiply an array by a gradient that is 0 in the padding. A NaN times 0 is NaN, so the padding of
-    # these arrays is set to 0 first.
-    if "lengths" in arrays:
-        padded = [name for name in ("x", "inputs", "mask") if name in arrays and arrays[name].ndim == 3]
-        padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # not a mask for all steps, [1, B, P]
-        arrays = arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
+    # MLX may derive a gradient from these operations: of a user's cell, without training, or in forward mode. That
+    # gradient multiplies these arrays by numbers that are 0 in the padding (steps after an item's end). A NaN times 0
+    # is NaN, so set the padding to 0 first.
+    arrays = with_zeros_in_padding(problem, arrays, ("x", "inputs", "mask"))
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
         return sweep_forward(problem, arrays, z)
     return join([sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2)])
+
+
+def with_zeros_in_padding(problem: Problem, arrays: Arrays, names: Sequence[str]) -> Arrays:
+    """Return the arrays of a call, with 0 in the padding (the steps after an item's end) of the arrays `names`, if they
+    have an axis of time."""
+    if "lengths" not in arrays:
+        return arrays
+    padded = [name for name in names if name in arrays and arrays[name].ndim == 3]
+    padded = [name for name in padded if arrays[name].shape[0] == problem.T]  # leave out a mask [1, B, P]
+    return arrays | {name: without_padding(arrays["lengths"], arrays[name]) for name in padded}
 
 
 def forward_step(problem: Problem, arrays: Arrays) -> Arrays:
@@ -69,7 +83,7 @@ def forward_step(problem: Problem, arrays: Arrays) -> Arrays:
 def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
     """Run all steps of one direction. Return the outputs by name. z [T, B, G H]: the input's part of the
     preactivations."""
-    z_at = by_time(z)  # a list of z[t]; see there why it is not indexed
+    z_at = by_time(z)  # a list of z[t]
 
     # Run step t from the states (h, c) before it. Return the outputs of the step and the states after it.
     def step_at(t: int, state: tuple[Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
@@ -78,9 +92,9 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
         return {"h": h, "c": c, "gates": gates}, (h, c)
 
     first = initial_states(problem, arrays)
-    by_mlx = isinstance(problem.cell, PointwiseCell)  # MLX derives the gradient of a user's cell from these steps
+    by_mlx = isinstance(problem.cell, PointwiseCell)  # whether MLX derives the gradient from the operations below
     outputs, (hT, cT) = over_time(step_at, first, problem.steps(), lambda t: live_items(arrays, t), by_mlx)
-    if by_mlx:  # the cell may return one array as two states, or an input unchanged
+    if by_mlx:  # MLX's gradient needs distinct arrays, but a user's cell may return one array as two states
         hT, cT = distinct([hT, cT])
     outputs |= {"hT": hT, "cT": cT}
     return {name: outputs[name] for name in problem.cell.outputs}
@@ -96,15 +110,15 @@ def over_time(
     """Run `step_at(t, state) -> (output, state)` for each t of `steps`. Return the outputs, stacked to [T, B, .] in
     the order of time, and the last state. Both are arrays or trees of arrays.
 
-    live_at(t): a bool array [B, 1], true for batch items that have not ended at step t; None without lengths. For
-    an item that has ended the output is 0 and the state stays unchanged. by_mlx: whether MLX differentiates the steps,
-    which may have infinite derivatives, as those of a user's cell.
+    live_at(t): a bool array [B, 1], true for batch items that have not ended at step t; None without lengths. For an
+    item that has ended the output is 0 and the state stays unchanged. by_mlx: whether MLX differentiates the steps and
+    their derivatives may be infinite, as in a user's cell.
     """
     outputs = {}
     for t in steps:
         (output, after), live = step_at(t, state), live_at(t)
         if live is not None:
-            # For items that have ended take zeros instead of the output, and the state before instead of that after.
+            # For items that have ended replace the output by zeros, and the new state by the state before the step.
             zeros = tree_map(lambda array: mx.array(0, array.dtype), output)
             output, after = (choose_items(live, *pair, by_mlx) for pair in ((output, zeros), (after, state)))
         outputs[t], state = output, after
@@ -115,7 +129,8 @@ def over_time(
 def choose_items(live: Array, tree: Any, other: Any, by_mlx: bool) -> Any:
     """Return `tree`, but with the parts of `other` for all batch items whose entry in `live` [B] is false. `tree` is an
     array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars. by_mlx:
-    whether MLX differentiates the choice where derivatives may be infinite; mx.where would then give NaN."""
+    whether MLX differentiates the choice and derivatives may be infinite; the gradient of mx.where would then be
+    NaN."""
     if by_mlx:
         return tree_map(lambda a, b: chosen(live, a, b), tree, other)
     return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
@@ -129,49 +144,51 @@ def live_items(arrays: Arrays, t: int) -> Array | None:
 
 def by_time(sequence: Array) -> list[Array]:
     """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
-    # sequence[t] is not used: under mx.compile(shapeless=True) MLX would silently keep its shape of the first call.
-    return [row.squeeze(0) for row in mx.split(sequence, sequence.shape[0])]
+    # Not sequence[t]: under mx.compile(shapeless=True) a later call with another shape would silently use the shape of
+    # the first call.
+    return [row.squeeze(0) for row in split_apart(sequence, sequence.shape[0])]
 
 
 def step(
     problem: Problem, arrays: Arrays, t: int, z: Array, h_in: Array, h: Array, c: Array
 ) -> tuple[Array, Array, Array]:
-    """Run step t of the problem's cell. Return (gates, c, h): collect the inputs of the cell's definition in `of`, and
-    call it. The head of this module lists their names, such as x0.
+    """Run step t of the problem's cell. Return (gates, c, h) after the step. The head of this module lists the names of
+    the inputs of a cell's definition, such as x0.
 
-    z [B, G H]: the input's part of the preactivations. h_in: h times the mask. c: the cell state of an LSTM; other
-    cells return it unchanged.
+    z [B, G H]: the input's part of the preactivations. h_in: h times the mask. h, c: the states before the step; a cell
+    without c returns it unchanged.
     """
     if isinstance(problem.cell, PointwiseCell):
-        # product: the recurrent part; None if a norm has added it to z, or if no h is multiplied.
+        # product: the recurrent part of the preactivations. It is None if z contains it already (after a norm of the
+        # sum), or if the cell does not multiply h by Wh.
         z, product = preactivations(problem.cell, arrays, z, h_in) if problem.cell.recurrent else (z, None)
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
         live = live_items(arrays, t)
         return pointwise_step(problem.cell, z, product, (h, c), inputs, arrays.get("params"), live)
     cell, H, Wh = problem.cell, problem.H, arrays["Wh"]
-    # of: the inputs of the cell's definition by name. None: the call does not have it.
+    # of: the inputs of the cell's definition by name. An input that the call does not have is None.
     of: dict[str, Any] = {"s0": h, "s1": c, "i0": h_in, "W0": arrays.get("Wp")}
     if cell.cell_clip is not None or cell.projection_clip is not None:
         of |= limits_of(cell, c, h)
     if "peephole" in arrays:  # `named` divides an array into w0, w1, ..., one part for each gate
-        of |= named("w", cell, arrays["peephole"])
-    # mx.addmm is not used here and in the definitions: MLX 0.32.4 refuses it under vmap over x alone.
-    if cell.reset == "before":  # a GRU whose candidate has a product of its own; the other products follow below
+        of |= named("w", cell, arrays["peephole"][None])  # [None], as in `split_apart`
+    # Products and sums are separate operations, because MLX 0.32.4 refuses mx.addmm under mx.vmap over x alone.
+    if cell.reset == "before":  # a GRU whose candidate multiplies r * h_in by Wh; the products are added below
         of |= named("x", cell, z)
     else:  # one product with all blocks of Wh
         z, product = preactivations(cell, arrays, z, h_in)
         of |= named("x", cell, z if cell.apart or product is None else z + product)
         if cell.apart and product is not None:
             of |= named("p", cell, product)
-    if cell.forget_bias:  # f: the name of the forget gate's preactivation
+    if cell.forget_bias:  # f: the name of the forget gate's preactivation, such as "x1"
         f = f"x{cell.gate_order.index('f')}"
         of[f] = of[f] + constant(cell.forget_bias, z)
     if cell.norm is not None and cell.norm.c is not None:
         of["N0"] = norm_of_c(cell, arrays)
-    if "bhn" in arrays:  # n: the name of the recurrent part of a GRU's candidate
+    if "bhn" in arrays:  # n: the name of the recurrent part of a GRU's candidate, such as "p2"
         n = f"p{cell.gate_order.index('n')}"
         of[n] = of[n] + arrays["bhn"]
-    if cell.reset == "before":  # the definition multiplies the candidate's rows of Wh by r * h_in
+    if cell.reset == "before":  # W0: the candidate's rows of Wh; the definition multiplies them by r * h_in
         of["W0"] = Wh[cell.block("n", H)]
         of |= {f"p{k}": h_in @ Wh[cell.block(gate, H)].T for k, gate in enumerate(cell.gate_order) if gate != "n"}
     states, gates = definitions.step(cell, of)
@@ -182,8 +199,9 @@ def step(
 
 
 def preactivations(cell: AnyCell, arrays: Arrays, z: Array, h_in: Array) -> tuple[Array, Array | None]:
-    """Return the input's part z [.., G H] and the recurrent part of the preactivations, or (their sum, None) if the sum
-    is normalised. h_in [.., P]: h times the mask."""
+    """Return both parts of the preactivations, z + product: (z, product) or, if the cell normalises their sum, (the
+    normalised sum, None). z [.., G H]: the input's part. h_in [.., P]: h times the mask; its product with Wh, which the
+    cell may normalise, is the recurrent part."""
     product = h_in @ arrays["Wh"].T
     if cell.norm is None or cell.norm.of is None:
         return z, product
@@ -192,7 +210,8 @@ def preactivations(cell: AnyCell, arrays: Arrays, z: Array, h_in: Array) -> tupl
 
 
 def norm_of(cell: AnyCell, arrays: Arrays) -> ScaledNorm:
-    """Return the layer normalisation of the recurrent product, or of its sum with the input's part."""
+    """Return the layer normalisation of the recurrent product h_in Wh^T, or of the sum of this product and x Wx^T + b.
+    `cell.norm.of` says which of them is normalised."""
     assert cell.norm is not None
     return ScaledNorm(norm_blocks(cell), cell.norm.eps, arrays.get("norm_scale"), arrays.get("norm_shift"))
 
@@ -204,8 +223,8 @@ def norm_of_c(cell: AnyCell, arrays: Arrays) -> ScaledNorm:
 
 
 def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
-    """Return the limits of c and of a projected h, which a cell's graph reads as the inputs k0 and k1, in the dtypes
-    of c and h."""
+    """Return the limits of the clips of c and of a projected h as the inputs k0 and k1 of a cell's graph, in the dtypes
+    of c and h. A limit is left out if the cell does not have it, or if c is None."""
     limits = {"k0": (cell.cell_clip, c), "k1": (cell.projection_clip, h)}
     return {name: constant(limit, a) for name, (limit, a) in limits.items() if limit is not None and a is not None}
 
@@ -230,16 +249,21 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     """
     if isinstance(problem.cell, PointwiseCell):
         return gradients_by_mlx(forward, problem, arrays, cotangents)
+    # A second derivative multiplies the mask by a gradient that is 0 in the padding, and NaN times 0 is NaN.
+    given, arrays = arrays, with_zeros_in_padding(problem, arrays, ("mask",))
     if problem.bidirectional:
         parts = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
         sweep = join([sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(parts)])
     else:
         sweep = sweep_backward(problem, arrays, saved, cotangents)
-    return gradients_after_sweep(problem, arrays, saved, sweep)
+    gradients = gradients_after_sweep(problem, arrays, saved, sweep)
+    if "mask" in gradients:  # the zeros may have given the mask more rows than the caller's has
+        gradients["mask"] = sum_to_shape(gradients["mask"], given["mask"].shape)
+    return gradients
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Run all steps of one direction in reverse. Return the arrays from which `gradients_after_sweep` computes the
+    """Run the backward steps of one direction. Return the arrays from which `gradients_after_sweep` computes the
     gradients:
 
     - dz [T, B, G H]: the gradient of the preactivations
@@ -253,7 +277,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
       gradient of keep * h that bypasses the recurrent product (GRU)
     """
     h0, c0 = initial_states(problem, arrays)
-    # starts: by name, the arrays [T, B, .] of which a backward step reads its row as `before`.
+    # starts: {name: array [T, B, .]}. Each backward step gets its row of these arrays as `before`: the states before
+    # the step, and products that are computed here for all steps at once.
     starts = {name: times_keep(arrays, states) for name, states in states_before(problem, arrays, saved).items()}
     norms = normalised_products(problem, arrays, starts["h"])
     starts |= gru_candidates(problem, arrays, starts["h"], norms.get("y")) | norms
@@ -261,28 +286,29 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}  # {name of a result: {t: array}}
     step_back = StepBackward(problem, arrays, exposes="gates" in cotangents)
     for t in reversed(problem.steps()):
-        # The gradient of h after step t is a sum: the gradient that step t + 1 (in reverse step t - 1) returned, plus
-        # the cotangent of the output h. The same holds for c. The index is [t, ...], because in MLX the gradient of
-        # indexing with [t] has no forward mode.
+        # dh_t: the gradient of h after step t. It is the sum of the gradient dh from the step that was processed after
+        # step t and the cotangent of the output h[t]. dc_t is the same for c. The index is [t, ...], because in MLX the
+        # gradient of indexing with [t] has no forward mode.
         dh_t = dh + cotangents["h"][t, ...] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t, ...] if "c" in cotangents else dc
         dgates = cotangents["gates"][t, ...] if "gates" in cotangents else None
         before = {name: states[t, ...] for name, states in starts.items()}
         after = {name: saved[name][t, ...] for name in ("h", "c", "gates") if name in saved}
-        if problem.cell.stops_h:  # the gradient is 0 where the clip of a projected h changed h
+        if problem.cell.stops_h:  # make the gradient 0 where the clip of a projected h changed h
             dh_t = through_projection_clip(problem.cell, arrays, after, dh_t)
-        # An array of an item that has ended is 0 in `found`; its gradients of states stay unchanged, as its states did.
+        # found: the results of this step. For an item that has ended they become 0, and the gradients of its states
+        # stay unchanged, because the forward step left its states unchanged.
         back = step_back(t, before, after, dh_t, dc_t, dgates)
         live, found = live_items(arrays, t), {"dz": back.dz, "dh": dh_t} | (back.of_norms or {})
         for name, array in found.items():
             by_step.setdefault(name, {})[t] = array if live is None else mx.where(live, array, 0)
-        # Compute the gradient of h and c before the step. First dh goes through the mask. Then the part that bypasses
-        # the recurrent product is added. Last, both go through `keep`.
+        # Compute the gradients of h and c before the step: multiply the gradient of h_in by the mask, add the part that
+        # bypasses the recurrent product (`direct`), and multiply by `keep`.
         dh_new = times_mask(arrays, back.dh, t)
         dh_new = dh_new if back.direct is None else dh_new + back.direct
         dc_new = dc if back.dc is None else back.dc
         if "keep" in arrays:
-            carry = back.direct if back.dc is None else back.dc  # an LSTM's dc, or a GRU's `direct`
+            carry = back.direct if back.dc is None else back.dc  # a GRU has `direct`, an LSTM has `dc`
             if carry is not None:  # a plain RNN has none
                 by_step["carry"][t] = carry if live is None else mx.where(live, carry, 0)
             dh_new, dc_new = times_keep(arrays, dh_new, t), times_keep(arrays, dc_new, t)
@@ -291,7 +317,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     sweep |= {"y": norms["y"]} if norms else {}
     if problem.cell.carried:
         return sweep | {"dh0": dh, "dc0": dc}
-    del sweep["dh"]  # only the gradient of an LSTM's projection needs it
+    del sweep["dh"]  # only the gradient of an LSTM's projection reads it
     return sweep | {"dh0": dh}
 
 
@@ -299,10 +325,11 @@ class StepGradients(NamedTuple):
     """The gradients that the backward pass of one step computes, for B batch items, H hidden units, G gates and h of
     width P.
 
-    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of mask * h_prev, which
-    enters the recurrent product. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
-    the part of the gradient of h_prev that bypasses the product. of_norms: with layer normalisation, the arrays
-    da, dp, dn and yc that `gradients_after_sweep` describes.
+    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of h_in = mask * h_prev,
+    which the step multiplies by Wh. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
+    the part of the gradient of h_prev that bypasses the product. of_norms: the arrays of layer normalisation. da: the
+    gradient of the norm's result. dp: the gradient of the product h_in Wh^T. dn, yc: for the norm of c, the gradient of
+    its result, and c with mean 0 and variance 1.
     """
 
     dz: Array
@@ -313,29 +340,31 @@ class StepGradients(NamedTuple):
 
 
 class StepBackward:
-    """The backward pass of one step, computed from the graph of the cell's derivative."""
+    """Computes the gradients of one step after the other, from the graph of the cell's derivative."""
 
     def __init__(self, problem: Problem, arrays: Arrays, exposes: bool):
-        """Prepare what all steps share. exposes: whether the gates have cotangents."""
+        """Prepare the graph and the values that are the same at all steps. exposes: whether the gates have
+        cotangents."""
         cell, H = problem.cell, problem.H
         self.cell, self.arrays, self.Wh = cell, arrays, arrays["Wh"]
         self.graph = graph = graph_of(cell, arrays, exposes)
-        # fixed: the graph's inputs that are the same at every step, by name: peephole weights, the second matrix, the
-        # norm of c.
-        fixed: dict[str, Any] = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
+        # fixed: the graph's inputs that are the same at every step, by name: peephole weights (w), the matrix of a
+        # second product (W0), the norm of c (N0).
+        fixed: dict[str, Any] = named("w", cell, arrays["peephole"][None]) if "peephole" in arrays else {}
         if graph.has_product():
             W = arrays["Wp"] if "Wp" in arrays else self.Wh[cell.block("n", H)]
             fixed |= {"W0": W, "W0T": W.T}
         if graph.has_norm():
             fixed["N0"] = norm_of_c(cell, arrays)
             self.eps: float = fixed["N0"].eps
-        # norm: of the recurrent product, or of the sum if `sums`; None without one.
+        # norm: the layer normalisation of the recurrent product or, if `sums`, of its sum with the input's part; or
+        # None.
         self.norm, self.sums = None, False
         if cell.norm is not None and cell.norm.of is not None:
             self.norm, self.sums = norm_of(cell, arrays), cell.norm.of == "sum"
         self.fixed_nodes = self.by_node(fixed)
-        # of: {name of an input: the node of its gradient}. of_x, of_p: those of both parts of the preactivations; of_p
-        # with the rows of Wh that belong to the gate.
+        # of: {name of an input: the node of its gradient}. of_x: the gradients of the preactivations or their input
+        # parts. of_p: for each recurrent part (the node of its gradient, the rows of Wh that compute this part).
         self.of = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
         self.of_x = [self.of[f"x{k}"] for k in range(cell.gates)]
         gates = [(f"p{k}", cell.block(gate, H)) for k, gate in enumerate(cell.gate_order)]
@@ -344,8 +373,8 @@ class StepBackward:
         self.constants: dict[mx.Dtype, dict[int, Array]] = {}
 
     def by_node(self, inputs: Mapping[str, Any]) -> dict[int, Any]:
-        """Return {node: value} for {name: value}. The names are those of inputs; the graph may lack some of them, which
-        are left out."""
+        """Return the values of inputs by node instead of by name: {node: value} for {name: value}. Inputs that the
+        graph does not have are left out."""
         number = self.graph.number
         return {number[name]: value for name, value in inputs.items() if name in number}
 
@@ -360,14 +389,14 @@ class StepBackward:
         projected h before its clip), c and gates in `after`.
         """
         graph, of = self.graph, self.of
-        # known: the values of nodes that need no computation.
+        # known: {node: value} for all nodes whose values are known before the backward step computes anything.
         known = self.fixed_nodes | known_after(graph, self.cell, after)
         known |= self.by_node(self.inputs_of(t, before, after, dh, dc, dgates))
         raw, of_norms = None, dict[str, Array]()
-        if graph.has_norm():  # compute c before its norm, `raw`, which the gradient of the norm reads
+        if graph.has_norm():  # raw: c before its normalisation, which the gradient of the normalisation reads
             raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, like=dh)[graph.norm_operand("norm")]
             known[graph.norm_operand("norm")] = raw
-        if "Wp" in self.arrays:  # dh went through the clip of h already, so the graph need not compute this
+        if "Wp" in self.arrays:  # `through_projection_clip` has computed this node: dh is the gradient before the clip
             known[graph.operand("W0")] = dh
         known |= self.constants_of(known, like=dh)
         values = values_of(graph.nodes, of.values(), known, like=dh, order=self.order)
@@ -375,8 +404,8 @@ class StepBackward:
             yc, _ = normalised(raw, blocks=1, eps=self.eps)
             of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
         dz = joined([values[n] for n in self.of_x])
-        # dh_in: the gradient of h_in. With reset "before" it is a sum over the products of r and z and the graph's
-        # gradient of i0, which came through the candidate's product.
+        # dh_in: the gradient of h_in. With reset "before" it has three parts: one from the product of each gate r and
+        # z, and a third one from the candidate's product, which the graph computes as the gradient of i0.
         if "i0" in of:
             dh_in = sum([values[n] @ self.Wh[block] for n, block in self.of_p], values[of["i0"]])
         else:
@@ -392,7 +421,8 @@ class StepBackward:
     def inputs_of(
         self, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
     ) -> dict[str, Array]:
-        """Return the graph's inputs that differ from step to step, by name. The arguments are those of `__call__`."""
+        """Return the graph's inputs that differ from step to step, by name. before, after: the states before and after
+        step t, by name. dh, dc, dgates: the gradients of h, c and gates after the step."""
         given = {"s0": before["h"], "d0": dh, "d1": dc}
         if "c" in before:
             given["s1"] = before["c"]
@@ -401,13 +431,14 @@ class StepBackward:
         given |= {f"p{k}": before["q"] for k in self.graph.recomputed}
         if dgates is not None:
             given |= named("e", self.cell, dgates)
-        if self.cell.stops_c or self.graph.has_norm():  # a norm computes the clipped c again
+        if self.cell.stops_c or self.graph.has_norm():  # with a norm of c the graph computes the clipped c again
             given |= limits_of(self.cell, after["c"], dh)
         return given
 
     def constants_of(self, known: Mapping[int, Array], like: Array) -> dict[int, Array]:
-        """Return the constants of the graph by their nodes, as arrays of the dtype of `like`. They and `order` are the
-        same at every step, so they are made once. known: the nodes that need no computation."""
+        """Return {node: array} for the constants of the graph, in the dtype of `like`. The first call creates the
+        constants and fills `self.order`, the list of the nodes to compute; both are the same at every step. known: the
+        nodes whose values are known."""
         if like.dtype not in self.constants:
             nodes = self.graph.nodes
             every = order_of(self.graph, tuple(self.of.values()), frozenset(known))
@@ -424,14 +455,15 @@ def joined(blocks: list[Array]) -> Array:
 
 @lru_cache(128)
 def order_of(graph: CellGraph, outputs: tuple[int, ...], known: frozenset[int]) -> list[int]:
-    """Return the nodes from which the outputs are computed, if the values of the nodes in `known` are given."""
+    """Return the nodes that must be computed to get the outputs, in an order in which they can be computed. known:
+    nodes whose values are known."""
     return [n for n in needed(graph.nodes, outputs, known) if n not in known]
 
 
 def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Array]:
     """Return the values of a graph's nodes that are known after a step. after: h, c and the gates after the step, or
     some of them."""
-    known = {n: after["hc"[k]] for n, k in graph.known_after().items()}  # state 0 is h, state 1 is c
+    known = {n: after["hc"[k]] for n, k in graph.known_after().items()}  # k: the number of a state, 0 for h, 1 for c
     if graph.saved and "gates" in after:
         known |= zip(graph.saved, by_gate(cell, after["gates"]).values(), strict=True)
     return known
@@ -444,26 +476,26 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
-    # What the forward step multiplies by Wp^T ("W0T"), and what the backward step multiplies by Wp ("W0"): the gradient
-    # before the clip. like: constants have the dtype of dh.
+    # In this graph the forward step multiplies a vector by Wp^T ("W0T"), which `projected_vector` computes. The
+    # backward step multiplies the gradient before the clip, the wanted result, by Wp ("W0"): node n.
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
     n = graph.operand("W0")
     return values_of(graph.nodes, [n], known, like=dh)[n]
 
 
 def projected_vector(cell: AnyCell, arrays: Arrays, after: Arrays) -> Array:
-    """Return m = o * activation(c) [.., H], the vector that the projection multiplies, with the LSTM's activation of
-    the output. after: h, c and the gates."""
+    """Return the vector [.., H] that an LSTM's projection multiplies by Wp^T: o * activation(c), or with a norm of c o
+    * activation(norm(c)). after: h, c and the gates after one step or all steps."""
     graph = graph_of(cell, ["Wp"], exposes=False)  # an LSTM with a projection; its gates have no cotangents
-    # n: the node of m. It is computed from the gates and c, which are known.
+    # n: the node of this vector. The graph computes it from the gates and c, which are known.
     n, known = graph.operand("W0T"), dict[int, Any](known_after(graph, cell, after))
     if graph.has_norm():
         known[graph.number["N0"]] = norm_of_c(cell, arrays)
-    return values_of(graph.nodes, [n], known, like=after["c"])[n]  # like: constants have the dtype of c
+    return values_of(graph.nodes, [n], known, like=after["c"])[n]
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """Return the gradients of all arrays of the call, except lengths. sweep: what the backward steps returned, stacked
+    """Return the gradients of all arrays of the call, except lengths. sweep: the results of the backward steps, stacked
     over time. It contains
 
         dz [T, B, D G H]    the gradient of the preactivations
@@ -478,7 +510,7 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
     """
     gradients = input_gradients(arrays, sweep["dz"])
     if problem.bidirectional:
-        # each: for each direction its arrays of the call, of the forward pass and of the backward steps.
+        # each: for each direction three dicts: its parts of `arrays`, `saved` and `sweep`.
         each = [[part(values, d) for values in (arrays, saved, sweep)] for d in range(2)]
         parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(each)]
         gradients |= join_gradients(parts, arrays)
@@ -492,7 +524,7 @@ def input_gradients(arrays: Arrays, dz: Array) -> Arrays:
     """Return the gradients of x, Wx and b, computed from dz [T, B, D G H]. Each is one matrix product or sum over
     all T * B rows."""
     x, Wx = arrays["x"], arrays.get("Wx")
-    gradients = {"x": dz}  # without Wx, x is projected already: it is a part of the preactivations
+    gradients = {"x": dz}  # without Wx the caller passes the product as x, so dz is the gradient of x
     if Wx is not None:
         gradients = {
             "x": (flat(dz) @ Wx).reshape(x.shape),
@@ -505,30 +537,29 @@ def input_gradients(arrays: Arrays, dz: Array) -> Arrays:
 
 def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
     """Return the gradients of Wh, bhn, peephole, mask, keep, Wp and of the norms' arrays for one direction. Each
-    gradient is one product or one sum over all T * B rows. saved: the outputs of the forward pass. sweep: what the
-    backward steps returned; `gradients_after_sweep` lists its arrays."""
+    gradient is one product or one sum over all T * B rows. saved: the outputs of the forward pass. sweep: the results
+    of the backward steps; `gradients_after_sweep` lists them."""
     cell, mask, h, lengths = problem.cell, arrays.get("mask"), saved["h"], arrays.get("lengths")
-    # The gradient of the recurrent product: that of the whole preactivation, unless a norm or the cell separates them.
+    # dp: the gradient of the recurrent product. Without a norm it is dz, the gradient of the preactivations.
     dp = sweep.get("dp", sweep["dz"])
-    if not {"Wh", "keep"} & arrays.keys():  # a cell written by the user may have no recurrent product
+    if not {"Wh", "keep"} & arrays.keys():  # only a user's cell may have no recurrent product
         return {}
     before = states_before(problem, arrays, saved)
     h_prev = times_keep(arrays, before["h"])
     h_in = without_padding(lengths, h_prev if mask is None else h_prev * mask)
-    dh_in = None
-    # dh_in: the gradient of h_in; None: not computed yet.
-    if cell.apart and "dp" not in sweep:  # a GRU: the gradient of the candidate's product is dz_n r
+    dh_in = None  # the gradient of h_in; None if it is not computed yet
+    if cell.apart and "dp" not in sweep:  # a GRU, in which the gradient of the candidate's product is dz_n r
         gradients, dh_in = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dp)
     elif "Wh" in arrays:
         gradients = {"Wh": flat(dp).T @ flat(h_in)} | norm_gradients(cell, sweep)
     else:
         return {"keep": keep_gradient(cell, before, None, sweep.get("carry"))}
     if "peephole" in arrays:
-        of_gates = sweep.get("da", dp)  # the peephole's term is added after a norm
+        of_gates = sweep.get("da", dp)  # with a norm da, because the peephole's term is added to the norm's result
         gradients["peephole"] = peephole_gradient(cell, of_gates, times_keep(arrays, before["c"]), saved["c"])
     if {"mask", "keep"} & arrays.keys():
-        # dh_in is the gradient of mask * keep * h. A GRU has computed it already; for other cells it is None and
-        # computed here. The gradient continues through the mask, then through `keep`.
+        # dh_in is the gradient of h_in = mask * keep * h. For a GRU it is computed already. Multiply it by h_prev =
+        # keep * h for the gradient of the mask, and by the mask for the gradient of keep * h.
         if dh_in is None:
             dh_in = (flat(dp) @ arrays["Wh"]).reshape(h_prev.shape)
         if mask is not None:
@@ -542,8 +573,8 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
 
 
 def norm_gradients(cell: AnyCell, sweep: Arrays) -> Arrays:
-    """Return the gradients of the scale and shift of each norm, and of bhn, which is added after the norm. sweep: da
-    and dn are the gradients of the norms' results, y and yc the numbers before scale and shift, of all steps."""
+    """Return the gradients of the scale and shift of each norm, and of bhn, which a GRU adds to the norm's result.
+    sweep: da and dn [T, B, .] are the gradients of the norms' results, y and yc the numbers before scale and shift."""
     gradients: Arrays = {}
     for name, d, y in (("norm", "da", "y"), ("norm_c", "dn", "yc")):
         if d in sweep:
@@ -558,15 +589,14 @@ def keep_gradient(cell: AnyCell, before: Arrays, dh: Array | None, carry: Array 
     """Return the gradient of the option `keep`, [T, B, 1].
 
     before: the states h and c before each step. dh [T, B, P]: the gradient of keep * h through the recurrent product,
-    None without a product. carry [T, B, N H]: the gradients of keep * (the N states that reach the next step by
-    another way than the product): of h if the cell `passes_h`, of all states in c.
+    None without a product. carry [T, B, N H]: the gradients of keep * state for the N states that a step also reads
+    outside of the product: h if the cell `passes_h`, and all states in c.
     """
     gradient = mx.zeros(before["h"].shape[:2]) if dh is None else total(dh * before["h"], axis=-1)
     if carry is not None:
         states = [before[name] for name in "hc" if name in before and (name == "c" or cell.passes_h)]
-        # beside: the states that `carry` belongs to.
-        beside = states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)
-        gradient = gradient + total(carry * beside, axis=-1)
+        joined_states = states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)  # [T, B, N H], like carry
+        gradient = gradient + total(carry * joined_states, axis=-1)
     return gradient[..., None]
 
 
@@ -577,8 +607,9 @@ def gru_recurrent_gradients(
     if the call has neither a mask nor `keep`, because only their gradients need it. gates [T, B, 3H]: the outputs of
     the forward pass. h_in: h before each step, times the mask. dz [T, B, 3H]: the gradients of the input parts."""
     d, r = by_gate(cell, dz), by_gate(cell, gates)["r"]
-    # The gradient of each gate's rows of Wh is a product of the gate's gradient d and the array that these rows
-    # multiply, `seen`. For the candidate n both depend on where the reset gate r enters: after the product or before.
+    # seen: the array that each gate's rows of Wh multiply. The gradient of these rows is the product of d, the gradient
+    # of this recurrent product, and `seen`. The reset gate r multiplies the candidate's product ("after") or the h_in
+    # that enters it ("before").
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
     if cell.reset == "after":
         d["n"] = d["n"] * r
@@ -593,11 +624,12 @@ def gru_recurrent_gradients(
 
 
 def normalised_products(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
-    """Return {"y": what the layer normalisation of the product or the sum had at every step before scale and shift, [T,
-    B, G H], "r": 1 / sqrt(variance + eps), [T, B, blocks]}. Return an empty dict if neither is normalised.
+    """Return the normalised recurrent products (or sums with the input's part) of all steps: {"y": the numbers with
+    mean 0 and variance 1, before scale and shift [T, B, G H], "r": 1 / sqrt(variance + eps) [T, B, blocks]}. Return an
+    empty dict if the cell normalises neither.
 
-    The backward pass computes them again, in one product over all T * B rows: the forward pass need not save them.
-    h_prev [T, B, P]: h before each step, times `keep`.
+    The backward pass computes these arrays with one product over all T * B rows, so that the forward pass need not save
+    them. h_prev [T, B, P]: h before each step, times `keep`.
     """
     cell = problem.cell
     if cell.norm is None or cell.norm.of is None:
@@ -618,16 +650,16 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array, y: Array | N
     if cell.reset != "after":
         return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
-    Wh_n = arrays["Wh"][cell.block("n", problem.H)]  # the candidate's rows
-    # `scaled` returns y times the scale plus the shift; `by_gate` divides it into the gates.
+    Wh_n = arrays["Wh"][cell.block("n", problem.H)]  # the rows of the candidate n
+    # q: the candidate's product or, with a norm, the candidate's part of the scaled and shifted y.
     q = flat(h_in) @ Wh_n.T if y is None else flat(by_gate(cell, norm_of(cell, arrays).scaled(y))["n"])
     return {"q": (q + arrays["bhn"] if "bhn" in arrays else q).reshape(h_prev.shape)}
 
 
 def peephole_gradient(cell: AnyCell, dz: Array, c_prev: Array, c: Array) -> Array:
-    """Return the gradient of the peephole weights [4H], in gate order. It sums over steps and batch the products of
-    dz [T, B, 4H] and the cell state that each gate's peephole reads: c_prev [T, B, H] before the step or, for o by
-    default, c after it. All four gates have peephole weights; the caller passes 0 for a gate without a peephole."""
+    """Return the gradient of the peephole weights [4H], in gate order. For each gate it is the sum, over steps and
+    batch, of its part of dz [T, B, 4H] times the c that its peephole reads: c_prev [T, B, H] before the step or, for o
+    by default, c after it. All four gates have peephole weights; they are 0 for a gate without a peephole."""
     seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
     return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in by_gate(cell, dz).items()])
 
@@ -641,7 +673,7 @@ def project(problem: Problem, arrays: Arrays) -> Array:
 
 def project_rows(problem: Problem, arrays: Arrays, rows: Array) -> Array:
     """Return the input's part of the preactivations, [n, D G H]. rows: rows of x, one for each step and batch item, [n,
-    I]; without Wx they are projected already, [n, D G H]."""
+    I]; without Wx they are the products x Wx^T, [n, D G H]."""
     z = times_input(problem.packing, arrays, rows) if "Wx" in arrays else rows
     return z + arrays["b"] if "b" in arrays else z
 
@@ -671,7 +703,7 @@ def before_each_step(problem: Problem, states: Array, first: Array, lengths: Arr
     shifted = mx.concatenate([states[1:], first])
     if lengths is None:
         return shifted
-    # In reverse a batch item begins with its own last step, which is earlier than step T - 1 if the item is shorter.
+    # In reverse a batch item begins at its own last step, lengths - 1, with its first state.
     begins = mx.arange(problem.T)[:, None, None] == lengths[:, None] - 1
     return mx.where(begins, first, shifted)
 
@@ -687,13 +719,13 @@ def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
     same product, so the backward pass calls it with the gradient of h."""
     if "mask" not in arrays:
         return h
-    mask = arrays["mask"]  # one for all steps (at most two axes), or [T or 1, B or 1, P or 1]
+    mask = arrays["mask"]  # at most two axes: the same mask at all steps; else [T or 1, B or 1, P or 1]
     return h * (mask if mask.ndim < 3 else mask[t if mask.shape[0] > 1 else 0, ...])
 
 
 def without_padding(lengths: Array | None, sequence: Array) -> Array:
-    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding must not enter a sum: a NaN in it
-    would spoil the sum even if it were multiplied by 0."""
+    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding after its end may contain NaN, which
+    would make a sum NaN even if it were multiplied by 0."""
     if lengths is None:
         return sequence
     return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)  # true where step t < the item's length

@@ -1,4 +1,4 @@
-"""Compare every engine with float64. `grid` defines the cases, `comparison` compares in a child process, so that a
-crash does no harm, `report` prints and writes the findings."""
+"""Compare every engine with float64. `grid` defines the cases, `comparison` runs and compares them in a child process,
+so that a crash does no harm, and `report` prints the findings and writes them to a file."""
 
 __all__: list[str] = []  # for this package's own commands and tests

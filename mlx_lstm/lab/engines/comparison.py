@@ -1,7 +1,7 @@
-"""Compare one engine with the float64 oracle in one case: all outputs and gradients, and the outputs without
-training.
+"""Compare an engine with the float64 oracle (the reference) in a case: all outputs and gradients with training, and all
+outputs without training.
 
-The comparisons run in a child process, because a driver may end the process and a kernel may hang.
+The comparisons run in a child process, because a GPU driver may end the process and a kernel may hang.
 """
 
 import time
@@ -22,12 +22,12 @@ from ..child import Runner
 from .grid import GridCase, grid
 
 LOSSES = 3
-"""An engine that has crashed this number of child processes is not run again. One that has blocked a child process is
-not run again either, because each wait takes minutes."""
+"""An engine that has crashed this number of child processes is not run again. An engine that has blocked one child
+process is not run again either, because each wait takes minutes."""
 
 SEEDS = (1, 2, 3, 4, 5)
-"""The seeds with which a case is drawn, one after the other, until every comparison shows something. A result of few
-elements may be all zeros, for example behind a relu, or smaller than the rounding errors of 16 bits."""
+"""The seeds with which a case is drawn, one after the other, until every result is larger than its error bound. A
+result of few elements may be all zeros, for example after a relu, or smaller than the rounding errors of 16 bits."""
 
 Work = list[tuple[int, str]]
 """The comparisons to make, each as (number of a case in the grid, engine)."""
@@ -35,8 +35,8 @@ Work = list[tuple[int, str]]
 
 class Finding(NamedTuple):
     """The result of comparing an engine with float64 in a case. problem: the case's name. tensor, error, bound: the
-    tensor with the largest ratio of error to bound, its error and its bound. seconds: the time of the first run,
-    compilation included. failure: why the comparison failed, or "". lost: whether the child process ended or hung."""
+    name of the result with the largest ratio of error to bound, its error and its bound. seconds: the time of the first
+    run, with compilation. failure: why the comparison failed, or "". lost: whether the child process ended or hung."""
 
     problem: str
     dtype: str
@@ -55,7 +55,8 @@ class Finding(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A case of the command `check`, ready to run: its description, its numbers, and its float64 results."""
+    """A case of the command `check`, ready to run. grid_case: its description; case: its arrays; judge: its float64
+    results and their error bounds."""
 
     grid_case: GridCase
     case: Case
@@ -63,9 +64,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(grid_case: GridCase) -> Prepared:
-    """Draw the random arrays of a case and compute the exact results. They depend on the case alone. Take the first
-    seed with which every result is larger than its error bound, so that a comparison would notice zeros. If no seed
-    does, take the last one, whose results the judge then refuses."""
+    """Draw the random arrays of a case and compute the exact results. Take the first seed with which every result is
+    larger than its error bound: otherwise an engine that returns zeros would pass. If there is no such seed, take the
+    last one; the judge then refuses its results."""
     for seed in SEEDS:
         case = grid_case.draw(seed)
         judge = case.judge()
@@ -81,7 +82,7 @@ def compare(prepared: Prepared, engine: str) -> Finding:
     finding = Finding(grid_case.name, grid_case.dtype, engine)
     start = time.perf_counter()
     try:
-        # limits: with 64-bit indices in the kernels, if the case asks for them. on: `numpy` runs on the CPU.
+        # limits() makes kernels use 64-bit indices, if the case needs them. The engine `numpy` runs on the CPU only.
         with grid_case.limits(), on(mx.Device(mx.cpu) if engine == "numpy" else None):
             results = as_numpy(run(case, engine))
             seconds = time.perf_counter() - start
@@ -89,7 +90,7 @@ def compare(prepared: Prepared, engine: str) -> Finding:
     # Catch everything: the user wants to see any error of a compiler or a driver.
     except Exception as error:
         return finding._replace(failure=shortened(f"{type(error).__name__}: {error}"))
-    # The finding has the errors of the run with training; of the other run only a wrong result counts.
+    # The finding shows the errors of the run with training. The run without training matters only if it is wrong.
     verdict = judge.judge(results, case.names())
     if not verdict.refusal and (refused := judge.judge(without_training, case.names(training=False))).refusal:
         verdict = refused._replace(refusal=f"without training, {refused.refusal}")
@@ -117,7 +118,7 @@ def findings(work: Work, cases: list[GridCase], full: bool, limit: float = LIMIT
             try:
                 yield Finding(**runner.ask(limit, n=n, engine=engine))
             except ChildError as error:
-                # A hang counts as much as LOSSES crashes, as each wait takes minutes; a crash (error.lost) as one.
+                # A hang counts as LOSSES crashes, because each wait takes minutes.
                 lost[engine] += LOSSES if error.hung else error.lost
                 yield finding._replace(failure=str(error), lost=error.lost)
     finally:
@@ -125,8 +126,8 @@ def findings(work: Work, cases: list[GridCase], full: bool, limit: float = LIMIT
 
 
 def answers(which: str) -> Callable[..., dict[str, Any]]:
-    """Return the function that answers a request in the child process: compare an engine with float64 in a case of the
-    grid `which`, "full" or "default"."""
+    """Return the function that answers a request in the child process: it compares an engine with float64 in case n of
+    the grid. which: the grid of cases, "full" or "default"."""
     cases, prepared = grid(full=which == "full"), dict[int, Prepared]()
 
     def answer(n: int, engine: str) -> dict[str, Any]:

@@ -32,14 +32,14 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 BATCHES: dict[int, dict[str, Any]] = {1: {}, 4: {"bidirectional": True}, 17: {"reverse": True}, 66: {}}
-"""Batch sizes that select different kernels, each with options for the direction. The engine `stepwise` computes a
-product lane by lane for less than 8 sequences, in small tiles for less than 32, else in large tiles. With many
+"""Batch sizes that select different kernels, each with options for the direction. For fewer than 8 sequences the engine
+`stepwise` computes a product number by number, for fewer than 32 in small tiles, else in large tiles. With many
 sequences the engine `fused` may use matrix instructions."""
 
 STEPS = 24
-"""The number of time steps of a case. The engine `stepwise` writes an array per step, and its last kernel launch
-joins these arrays into sequences. This launch can read only some 20 arrays, so with more steps, as here, earlier
-launches have to join arrays, too."""
+"""The number of time steps of a case. The engine `stepwise` writes an array per step, and its last kernel launch joins
+these arrays into sequences. This launch can read about 20 arrays only. So with more steps, as here, earlier launches
+have to join arrays, too."""
 
 BARE: dict[str, dict[str, None]] = {
     "lstm": {"h0": None, "c0": None},
@@ -49,8 +49,8 @@ BARE: dict[str, dict[str, None]] = {
 """For each op, the arguments that are None in the cases called "bare"."""
 
 WIDE: dict[str, dict[str, Any]] = {
-    # Some of these layers keep all weights in registers, others only a part of the weights. The last layer has 1024
-    # threads per threadgroup, which is Metal's limit. The sizes are T, B, I, H and P, where P is the width of h.
+    # Some of these layers hold all weights in registers, others only a part. The last layer has 1024 threads per
+    # threadgroup, which is Metal's limit. The sizes are T, B, I, H and P, where P is the size of h.
     "lstm, 128 units": {"sizes": (2, 17, 8, 128, 128)},
     "lstm, 256 units": {"sizes": (2, 66, 8, 256, 256)},
     "gru, 128 units": {"op": "gru", "sizes": (2, 17, 8, 128, 128)},
@@ -88,12 +88,12 @@ class GridCase(NamedTuple):
         return self.options.get("op", "lstm")
 
     def draw(self, seed: int = 1) -> Case:
-        """Return the case with random arrays, which are the same at every call with the same seed. If it is quantized,
-        it also has the quantized weights, and the weights among its arrays are the dequantized ones."""
-        # How far values must be from a kink of an activation: 16 bits may move them further than float32.
+        """Return a `Case` with random arrays, which depend on the seed only. If the weights are quantized, the `Case`
+        has the quantized weights, and its arrays are the dequantized weights."""
+        # margin: how far arguments must be from a kink of an activation. Rounding to 16 bits moves them further.
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
         H = self.options["sizes"][3]
-        recurrent = 0.7 / H**0.5  # small weights: with large ones, rounding errors would grow
+        recurrent = 0.7 / H**0.5  # larger weights would amplify rounding errors
         call, cotangents = draw_away_from_kinks(seed, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
         cotangents = {name: cotangents[name] for name in self.with_cotangent or cotangents}
         case = Case(call, cotangents, self.dtype)
@@ -101,22 +101,22 @@ class GridCase(NamedTuple):
             return case
         given = {name: to_mlx(case.arrays[name], DTYPES[self.dtype]) for name in WEIGHTS if name in case.arrays}
         weights = {name: self.packing.quantize(array) for name, array in given.items()}
-        # The numbers that the quantized weights stand for, as the oracle takes them.
+        # rounded: the dequantized weights, which the oracle computes with.
         rounded = {name: matrix_for_oracle(self.packing, weight.arrays(name), name) for name, weight in weights.items()}
         return case._replace(call={**call, **rounded}, weights=weights)
 
     def hindrance(self, engine: str, **machine: Any) -> str:
-        """Return why an engine cannot run this case, or "" if it can. `machine`: what to assume about
-        the machine instead of asking it, for example `device="gpu"` or `metal=True`."""
+        """Return the reason why an engine cannot run this case, or "" if it can. machine: facts to assume about the
+        machine instead of asking it, for example device="gpu" or metal=True."""
         cells: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(reset=self.options.get("reset", "after"))}
-        T, B, width, H, _ = self.options["sizes"]
+        T, B, I, H, _ = self.options["sizes"]
         options: dict[str, Any] = {name: self.options.get(name, False) for name in ("bidirectional", "projection")}
         cell = cells.get(self.op, RNNCell())
-        return hindrance(engine, (T, B, width, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
+        return hindrance(engine, (T, B, I, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
 
     def limits(self) -> AbstractContextManager[object]:
-        """Return the context manager in which this case has to run. If `long` is set, kernels use indices of 64 bits
-        inside it, as they do for very large arrays."""
+        """Return the context in which this case has to run. If `long` is set, kernels inside this context use 64-bit
+        indices, as they do for very large arrays."""
         return limited(index=1) if self.long else nullcontext()
 
 
@@ -132,8 +132,8 @@ def grid(full: bool = False) -> list[GridCase]:
 
 
 def families() -> Iterator[GridCase]:
-    """Yield a case for every kind of layer at every batch size in float32, and at two batch sizes in 16 bits. With 1
-    and with 66 items, the least and the most, layers have no initial states ("bare"); the others have all arrays."""
+    """Yield a case for every kind of layer at every batch size in float32, and at two batch sizes in 16 bits. At the
+    smallest and the largest batch size layers have no initial states ("bare"); at the others they have all arrays."""
     for name in LAYERS:
         for B in BATCHES:
             yield layer(name, B, "float32", bare=B in (1, 66))
@@ -142,10 +142,9 @@ def families() -> Iterator[GridCase]:
 
 
 def layer(name: str, B: int, dtype: str, bare: bool) -> GridCase:
-    """Return a test case of a small layer. name: a key of `LAYERS`. B: a key of `BATCHES`, whose options it gets. If
-    `bare`, the layer is called without initial states, and only the result h has a gradient; otherwise it has all
-    arguments. A bare GRU also lacks the bias bhn, but not if its reset comes before the product: such a GRU has no bhn,
-    so there is none to leave out."""
+    """Return a case of a small layer. name: a key of `LAYERS`. B: a key of `BATCHES`, whose options the layer gets.
+    bare: whether the layer is called without initial states (and a GRU without the bias bhn), and only h has a
+    cotangent; otherwise the call has all arguments."""
     options: dict[str, Any] = LAYERS[name] | BATCHES[B] | {"sizes": (STEPS, B, 3, 5, 3)}  # T, B, I, H, P
     items = "1 item" if B == 1 else f"{B} items"
     if bare:
@@ -163,9 +162,9 @@ def wide() -> Iterator[GridCase]:
 
 
 def quantized() -> Iterator[GridCase]:
-    """Yield cases of layers with quantized weights. The kernels of `stepwise` multiply 1 and 4 items lane by lane, 9
-    and 33 items in tiles. The sizes are T, B, I, H, P."""
-    # The group size (weights with the same scale), the bits per weight and the mode.
+    """Yield cases of layers with quantized weights. For 1 and 4 sequences the kernels of `stepwise` multiply number by
+    number, for 9 and 33 sequences in tiles. The sizes are T, B, I, H, P."""
+    # The arguments are the group size (number of weights with the same scale), the bits per weight, and the mode.
     four, eight, small = Packing(64, 4, "affine"), Packing(32, 8, "affine"), Packing(16, 4, "nvfp4")
     yield GridCase("lstm, 4 bits, 1 item", "float32", {"sizes": (3, 1, 64, 64, 64)}, packing=four)
     yield GridCase("gru, 8 bits, 9 items", "float32", {"op": "gru", "sizes": (3, 9, 32, 32, 32)}, packing=eight)
@@ -176,8 +175,8 @@ def quantized() -> Iterator[GridCase]:
 
 
 def norms() -> Iterator[GridCase]:
-    """Yield a layer of each kind with layer normalisation: of the recurrent product in the LSTM and the GRU, also of
-    the LSTM's c where it becomes h, and of the whole sum that the plain RNN activates."""
+    """Yield a case of each cell with layer normalisation. The LSTM and the GRU normalise the recurrent product, the
+    LSTM also c before it becomes h, and the plain RNN the sum of both products."""
     norms = {"lstm": NormOptions(of="product", c="output"), "gru": NormOptions(), "rnn": NormOptions(of="sum")}
     for op, norm in norms.items():
         options: dict[str, Any] = {"op": op, "sizes": (4, 3, 3, 9, 9), "norm": norm}  # T, B, I, H, P
@@ -199,22 +198,23 @@ def others() -> Iterator[GridCase]:
         one = LAYERS[name] | {"sizes": (1, 1, 1, 1, 1)}
         yield GridCase(f"{name}, one of everything", "float32", one)
         for B in (4, 66):
-            # A mask of all axes, [T, B, P], is another array that the kernels index.
+            # The mask has all axes, [T, B, P], so that its indices have 64 bits, too.
             few: dict[str, Any] = LAYERS[name] | {"sizes": (3, B, 3, 5, 3), "mask": (3, B, "P")}
             yield GridCase(f"{name}, {B} items, indices of 64 bits", "float32", few, long=True)
     yield from (GridCase(name, dtype, options) for name, options in WIDE.items() for dtype in HALVES)
     for mode, (group_sizes, bit_widths) in WIDTHS.items():
         for n, (bits, group) in enumerate(product(bit_widths, group_sizes)):
-            # The dtype, the op and the batch change from case to case with different periods.
+            # Dtype, op and batch size change with different periods, so that many combinations occur.
             dtype, op, B = list(DTYPES)[n % 3], ("lstm", "gru", "rnn")[n // 3 % 3], (1, 9)[n % 2]
             options: dict[str, Any] = {"op": op, "sizes": (3, B, group, group, group)}
             name = f"{op}, {mode}, {bits} bits, groups of {group}"
             yield GridCase(name, dtype, options, packing=Packing(group, bits, mode))
     for n, option in enumerate(EVERY_OPTION):
-        # Clips that stop gradients run in float32 only, because many values of c come near the limit.
+        # Cases whose clip stops gradients run in float32 only. Many values of c are near the limit, where rounding to
+        # 16 bits could make the gradient jump.
         stops = EVERY_OPTION[option].get("clip_gradient") == "zero"
         dtype = "float32" if stops else list(DTYPES)[n % len(DTYPES)]
-        # With more values it is more likely that one overflows or comes near a kink: see UNBOUNDED and KINKED.
+        # In a large batch it is more likely that a value overflows, or that an argument is near a kink.
         few_items = option.endswith(UNBOUNDED) or (dtype != "float32" and any(word in option for word in KINKED))
         batches = (1, 4) if few_items else tuple(BATCHES)
         B = batches[n % len(batches)]

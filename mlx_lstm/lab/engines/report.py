@@ -17,19 +17,19 @@ EVERY = 2.0  # seconds between two writes of the file
 
 
 class CannotWriteError(Exception):
-    """The file of the report cannot be written; the text says why."""
+    """The error if the file of the report cannot be written. Its text says why."""
 
 
 class Report:
-    """All findings of the command so far. `save` writes them to a file."""
+    """The report of the command `check`: it collects all findings and times, and `save` writes them to a file."""
 
     def __init__(self, file: Path, command: str, device: str):
         self.file = file
         # `tuning.machine` adds the GPU's architecture and a hash of the kernels.
         self.machine: dict[str, str] = machine_card(command, device) | tuning.machine()
         self.findings: list[Finding] = []
-        self.times: list[list[Measurement]] = []  # a list for each size and pass, with all implementations timed there
-        self.more: dict[str, Any] = {}  # what the other commands of --full returned, by name: see `check.further.run`
+        self.times: list[list[Measurement]] = []  # for each size and pass the times of all implementations
+        self.more: dict[str, Any] = {}  # the results of the other commands of --full, by name
         self.verdict: str = "unfinished"
         self.written: float = 0.0  # when `save` last wrote the file
 
@@ -40,7 +40,7 @@ class Report:
             self.save()
 
     def save(self) -> None:
-        """Write all findings as JSON, over an older file. If the write is interrupted, the old file stays."""
+        """Write all findings to the file as JSON. If the write is interrupted, the file's old contents remain."""
         comparisons = [finding._asdict() for finding in self.findings]
         content = {"machine": self.machine, "verdict": self.verdict, "comparisons": comparisons}
         text = json_text(content | {"times": short.records(self.times)} | self.more) + "\n"
@@ -56,20 +56,20 @@ class Report:
         if wrong := [finding for finding in self.findings if finding.failure]:
             engines = ", ".join(dict.fromkeys(finding.engine for finding in wrong))
             reasons.append(f"{len(wrong)} of {len(self.findings)} comparisons failed, of {engines}")
-        # A failure of mlx.nn's layer, which is timed, too, says nothing about our results.
+        # Only our engines count: the layer of mlx.nn, which is timed for comparison, may fail.
         ours = [row for rows in self.times for row in rows if row.failed and row.task.contender == "ours"]
         reasons += [f"{row.task.engine} failed at {row.task.size}" for row in ours]
         return [*dict.fromkeys(reasons + [f"{name} failed" for name, result in self.more.items() if result["failed"]])]
 
 
 def card_line(card: dict[str, str]) -> str:
-    """Return the description of the machine in a line."""
+    """Return one line that describes the machine and the versions."""
     versions = f"MLX {card['mlx']}, Python {card['python']}, NumPy {card['numpy']}"
     return f"mlx_lstm {card['mlx_lstm']} on {card['chip']}, {card['system']}, {versions}, kernels {card['kernels']}"
 
 
 def engine_lines(engine: str, findings: Sequence[Finding]) -> list[str]:
-    """Return a line about an engine, followed by one line for each different failure."""
+    """Return a line that summarises the findings of an engine, and one line for each different failure."""
     wrong = [finding for finding in findings if finding.failure]
     right = [finding for finding in findings if not finding.failure]
     dtypes = ", ".join(dict.fromkeys(finding.dtype for finding in findings))
@@ -85,12 +85,12 @@ def engine_lines(engine: str, findings: Sequence[Finding]) -> list[str]:
 
 
 def failure_lines(wrong: Iterable[Finding]) -> list[str]:
-    """Return the failures as lines of text: one line for all findings with the same error, and one line for all
-    wrong results of a layer."""
+    """Return the failures as lines of text. All findings with the same error share a line, and so do all wrong results
+    of a kind of layer."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in wrong:
-        # A finding with a tensor has a wrong result, the others an error. The name of a problem, such as "lstm, 4
-        # items", begins with the layer.
+        # A finding that names a tensor is a wrong result; any other is an error. A problem's name, such as "lstm, 4
+        # items", begins with the kind of layer.
         layer = finding.problem.partition(",")[0] if finding.tensor else ""
         groups.setdefault((layer, "" if layer else one_line(without_names(finding.failure))), []).append(finding)
     lines = []

@@ -1,7 +1,7 @@
-"""Run a case (a call of an MPSGraph op with its arrays) on Apple's MPSGraph through PyObjC.
+"""Run a case (a call of an MPSGraph op with its arrays) on Apple's MPSGraph, which PyObjC makes callable from Python.
 
-This needs a Mac with the extra `compare`, and a separate process: MPSGraph ends the process for a shape that it
-rejects.
+This needs a Mac with PyObjC. The module must run in a separate process, because MPSGraph ends the process if it rejects
+a shape.
 """
 
 import re
@@ -33,14 +33,15 @@ DESCRIPTORS = {
     "single_gate_rnn": "MPSGraphSingleGateRNNDescriptor",
 }
 SAVED = {"z_state": -1, "cell_output_fwd": 1, "output_fwd": 0}
-"""Some arguments of the gradient ops are results of the forward op: for each such argument, its index in the forward
-op's list of results."""
+"""Arguments of the gradient ops that are results of the forward op, each with its index in the forward op's list of
+results."""
 
 DTYPES = {"float32": "MPSDataTypeFloat32", "float16": "MPSDataTypeFloat16"}
 
 
 def arguments(selector: str) -> list[str]:
-    """Return in Python's spelling the arguments of an Objective-C selector, without descriptor and name."""
+    """Return the names of an Objective-C method's arguments in Python's spelling, without descriptor and name.
+    selector: the method's name, with a colon after the name of each argument."""
     words = ["source", *selector.split(":")[1:-3]]
     return [re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", word) for word in words]
 
@@ -66,13 +67,13 @@ def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
         forward = call(graph, FORWARD[case.op], tensors, descriptor)
         backward = []
         if "source_gradient" in tensors:
-            # SAVED has the place of each result that the gradient op takes; -1 is the last. Leave out the results that
-            # the forward op did not return. If it returned one, that is h, not zState.
+            # Pass the results that the gradient op takes, but only those that the forward op has returned. The index -1
+            # is zState; if there is only one result, it is h, and the condition leaves zState out.
             saved = {name: forward[place] for name, place in SAVED.items() if abs(place) < len(forward)}
             backward = call(graph, BACKWARD[case.op], tensors | saved, descriptor)
         buffers, results = [], {}
         for tensor in [*forward, *backward]:
-            # MPSGraph writes each result into a buffer, which begins with zeros.
+            # MPSGraph writes each result into a buffer. The buffer contains zeros before.
             shape = [int(size) for size in tensor.shape()]
             zeros = np.zeros(shape, case.arrays["source"].dtype)
             buffers.append((shared_buffer(Metal, device, zeros), zeros))
@@ -95,14 +96,14 @@ def make_descriptor(G: Any, case: CompareCase) -> Any:
 
 
 def camel(name: str) -> str:
-    """Convert a name from snake case: hard_sigmoid becomes HardSigmoid."""
+    """Return a name in camel case: hard_sigmoid becomes HardSigmoid."""
     return "".join(word.capitalize() for word in name.split("_"))
 
 
 def call(graph: Any, selector: str, tensors: dict[str, Any], descriptor: Any) -> list[Any]:
-    """Call an op of an MPSGraph and return the list of its result tensors. selector: the Objective-C method, with a
-    colon after each argument's name. Optional arguments that the case does not have are nil, and so is the last one,
-    `name`, which would name the op in the graph."""
+    """Call an op of an MPSGraph and return the list of its result tensors. selector: the name of the Objective-C
+    method, with a colon after each argument's name. tensors: the arguments by name. Missing arguments become nil
+    (None), and so does the last argument, a name for the op in the graph."""
     method = getattr(graph, selector.replace(":", "_"))  # PyObjC writes the selector with _ in place of colons
     return list(method(*(tensors.get(name) for name in arguments(selector)), descriptor, None))
 

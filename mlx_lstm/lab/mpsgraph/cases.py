@@ -1,6 +1,6 @@
 """The cases of the command `compare`: calls of MPSGraph's ops with random arrays, forward and gradients.
 
-Names are as in `mlx_lstm.mpsgraph`: arguments in Python's spelling; a gradient is called "d" + the argument's name.
+Arrays are named as in `mlx_lstm.mpsgraph`: arguments in Python's spelling, and gradients "d" + the argument's name.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ GATES = {"lstm": 4, "gru": 3, "single_gate_rnn": 1}
 RESULTS = {"lstm": ("h", "c", "z_state"), "gru": ("h", "z_state"), "single_gate_rnn": ("h", "z_state")}
 """The results of a forward op with training (for an LSTM also produce_cell) turned on, in the op's order."""
 
-_WEIGHTS = ("recurrent_weight", "input_weight", "bias")  # the weights that every op has
+_WEIGHTS = ("recurrent_weight", "input_weight", "bias")  # every op has these weights
 GRADIENTS = {
     "lstm": ("source", *_WEIGHTS, "peephole", "init_state", "init_cell"),
     "gru": ("source", *_WEIGHTS, "init_state", "secondary_bias"),
@@ -32,7 +32,7 @@ COTANGENTS = {
     "gru": ("source_gradient", "state_gradient"),
     "single_gate_rnn": ("source_gradient", "state_gradient"),
 }
-"""The gradients of the results (of h, of the last h and of the last c), which a gradient op takes as arguments."""
+"""The cotangents: the gradients of h, of the last h and of the last c, which a gradient op takes as arguments."""
 
 ACTIVATION_PROPERTIES = {
     "lstm": (
@@ -49,9 +49,9 @@ ACTIVATION_PROPERTIES = {
 
 
 class CompareCase(NamedTuple):
-    """A call of an MPSGraph op. The fields are its name in reports, the op, the descriptor's properties that differ
-    from Apple's defaults (training and produce_cell are always set), and the arrays by argument. Absent arguments
-    have no array."""
+    """A call of an MPSGraph op, forward and backward. name: for reports. op: a key of `GATES`. descriptor: the
+    descriptor's properties that differ from Apple's defaults (training and produce_cell are always set). arrays: by
+    argument; arguments that are not passed have no array."""
 
     name: str
     op: str
@@ -136,7 +136,7 @@ def draw(
     if "mask" not in absent:
         letters = lengths | {"DH": lengths["H"] * (2 if bidirectional else 1)}
         shape = [letters[axis] if isinstance(axis, str) else axis for axis in mask_shape]
-        arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)  # factors below 1 and, as of a scaled dropout, above 1
+        arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)  # factors below and above 1, as in scaled dropout
     return CompareCase(name, op, descriptor, arrays)
 
 
@@ -145,10 +145,11 @@ def draw_stack(
 ) -> CompareCase:
     """Return a random case of `count` layers, where each layer's output is the source of the next layer. Its results
     are h and the gradients of source and weights."""
-    # Torch's layers have no peephole and no mask. States of stacks are left out: torch joins those of all layers.
+    # torch's layers have no peephole and no mask. The states of a stack are left out, because torch joins the states of
+    # all layers into one array.
     absent = ("peephole", "mask", "init_state", "init_cell", "state_gradient", "cell_gradient")
     case = draw(rng, op, sizes, absent=absent, **chosen)
-    # The weights of layer n > 0 are added under the names of the first layer's and the ending _l1, _l2 and so on.
+    # Add the weights of each layer n > 0, with the ending _l1, _l2 and so on after the names of the first layer.
     T, N, _, H = sizes
     for n in range(1, count):
         upper = draw(rng, op, (T, N, case.directions * H, H), absent=absent, **chosen).layers[0].arrays
@@ -158,9 +159,9 @@ def draw_stack(
 
 
 def through_layers(case: CompareCase, run: Callable[[CompareCase], Arrays]) -> Arrays:
-    """Return the results of a stack of layers, and their gradients. The function `run` computes one layer. It is
-    called first for the lower layers in order, for their output; then for all layers in reverse order, with the
-    gradient from the layer above."""
+    """Return the results and gradients of a case with one or more layers. The function `run` computes one layer,
+    forward and backward. For a stack it is first called for the lower layers, one after the other, to compute the input
+    of the layer above. Then it is called for all layers, the highest first, with the gradient from the layer above."""
     layers = case.layers
     if len(layers) == 1:
         return run(case)

@@ -1,7 +1,7 @@
-"""The implementations to compare, called contenders: MPSGraph, torch and our engines. Each contender says what it
-needs and which cases it can run.
+"""The implementations that are compared, called contenders: MPSGraph, torch and our engines. Each contender says what
+it needs and which cases it can run.
 
-MPSGraph, torch on "mps" and our Metal engines each run in a child process, because they may end the process.
+MPSGraph, torch on the device "mps" and our Metal engines run in child processes, because they may end their process.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from . import apple, ours, torch_layer
 from .cases import RESULTS, Arrays, CompareCase
 from .files import load_case, save_arrays, save_case
 
-PYOBJC = ("Metal", "MetalPerformanceShadersGraph", "objc")  # the modules of PyObjC that `apple` imports
+PYOBJC = ("Metal", "MetalPerformanceShadersGraph", "objc")  # modules of PyObjC
 HOW_TO_GET = {
     "mpsgraph": "a Mac with macOS 12.3 or newer and PyObjC: pip install '.[compare]'",
     "torch-mps": "a Mac with torch, whose layers, stacks of them too, are MPSGraph's there: pip install torch",
@@ -33,9 +33,9 @@ HOW_TO_GET = {
     "fused": "a Mac: MLX has Metal only there",
     "stepwise": "a Mac: MLX has Metal only there",
 }
-"""For users: what each contender needs."""
+"""What each contender needs, as text for the user."""
 
-HANGS = 3  # after this number of cases that hung, a contender (an implementation) is not run again
+HANGS = 3  # a contender (an implementation) that hung in this number of cases is not run again
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
 
@@ -83,10 +83,10 @@ def no_torch() -> str | None:
 
 
 def no_torch_mps() -> str | None:
-    """Return why torch cannot use MPS on this machine, or None if it can."""
+    """Return the reason why torch cannot use the device "mps" on this machine, or None if it can."""
     if no_torch():
         return no_torch()
-    if sys.platform != "darwin":  # known without torch, whose import takes seconds
+    if sys.platform != "darwin":  # checked before the import of torch, which takes seconds
         return "torch has no MPS here"
     import torch
 
@@ -98,7 +98,7 @@ def engine(word: str) -> Contender:
     engines on the current device."""
 
     def missing() -> str | None:
-        # Whether the engine runs at all: a case of sizes that every engine supports.
+        # Ask about sizes that every engine supports, to find out whether the engine runs on this machine at all.
         return hindrance(word, (1, 1, 1, 1), mx.float32, LSTMCell()) or None
 
     def cannot_run(case: CompareCase) -> str | None:
@@ -126,7 +126,7 @@ def in_a_child(
 ) -> Contender:
     """Return a contender (an implementation) that runs its cases in a child process. After a crash a new child is
     started."""
-    # The child gets a case and writes its results in files. hangs: the texts of the errors of cases that hung.
+    # The case and its results are passed in files. hangs: the error texts of cases in which the child hung.
     runner, hangs = Runner("mpsgraph", name), list[str]()
 
     def run(case: CompareCase) -> Outcome:
@@ -147,8 +147,9 @@ def in_a_child(
 
 
 def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.ndarray]) -> Outcome:
-    """Return MPSGraph's results by name. If an op returned another number of results than Apple documents, the names
-    are unknown: then return no results and describe the problem."""
+    """Return an `Outcome` with MPSGraph's results by name. If an op has returned another number of results than Apple
+    documents, it is unknown which name belongs to which result: then return a problem instead of results. forward,
+    backward: the results of the forward op and of the gradient op."""
     names = [*RESULTS[case.op]], [f"d{name}" for name in case.gradients]
     counts = [len(forward), len(backward)]
     if counts != [len(part) for part in names]:

@@ -1,5 +1,5 @@
-"""Read arrays that a user saved from an app (together called a dump): find out what their names and layouts mean,
-and make a case (a call of an op) from them."""
+"""Read a dump, the arrays that a user saved from an app. Find out what their names and layouts mean, and make a case (a
+call of an MPSGraph op) from them."""
 
 import difflib
 import math
@@ -19,13 +19,14 @@ from .cases import COTANGENTS, GATES, GRADIENTS, RESULTS, Arrays, CompareCase
 from .ours import DESCRIPTORS, SAVED
 
 ALWAYS = ("training", "produce_cell")
-"""Properties of a descriptor that do not change the values of results. Every run of a case turns them on."""
+"""Properties of a descriptor that are turned on in every run of a case, because they do not change the values of
+results."""
 
 
 class Dump(NamedTuple):
-    """Arrays that a user saved from an app, together with the sizes that explain their shapes: T steps, N batch items,
-    I inputs, H units, G gates, D directions, and K, which is as large as H (see `groups`). The arguments are in `case`,
-    in the layouts of the user's file; the results, outputs and gradients, are in `results`."""
+    """Arrays that a user saved from an app, together with sizes that explain their shapes. case: the arguments of the
+    op, in the layouts of the user's file. results: the saved outputs and gradients. sizes: T steps, N batch items, I
+    inputs, H units, G gates, D directions, and K, which equals H and stands for the units of the previous step."""
 
     case: CompareCase
     results: Arrays
@@ -33,18 +34,18 @@ class Dump(NamedTuple):
 
     def groups(self, name: str) -> list[list[str]]:
         """Return the documented layout of an argument or result: for each axis the letters of the sizes whose product
-        is the size of the axis. For example, the weight [4H, H] is [[G, H], [K]] with G = 4 gates. K is as large as H,
+        is the size of the axis. For example, the weight [4H, H] is [["G", "H"], ["K"]] with G = 4 gates. K equals H,
         but marks the axis that is multiplied by h[t-1], so that a transposed weight is recognised."""
         case, D, G = self.case, self.sizes["D"], GATES[self.case.op]
-        # `layouts` has the arguments only. The results h and c have the layout of the argument cell_output_fwd, and a
-        # gradient such as dbias has that of its argument.
+        # `layouts` has the arguments only. The results h and c have the layout of the argument cell_output_fwd. A
+        # gradient such as dbias has the layout of its argument.
         documented = layouts(G, case.bidirectional, projects="input_weight" in case.arrays)
         argument = "cell_output_fwd" if name in ("h", "c") else name.removeprefix("d")
         groups = []
-        for axis in documented[argument]:  # text such as "8H" or "N"
+        for axis in documented[argument]:  # a text such as "8H" or "N"
             many = int(axis[:-1] or 1) if axis.endswith("H") else 0  # blocks of H: gates times directions
-            # Both directions are an axis "2" of their own, or a factor 2 in an axis such as "2H" or "8H". "8H" of an
-            # LSTM is [D, G, H]: 8 blocks are 2 directions of 4 gates.
+            # Two directions are either an axis "2", or a factor 2 in an axis such as "2H" or "8H". For an LSTM "8H" is
+            # [D, G, H]: 8 blocks for 2 directions of 4 gates.
             direction = axis == "2" or (D == 2 and many in (2, 2 * G))
             gate = G > 1 and many == (2 * G if direction else G)
             unit = "K" if axis == "H" and name.endswith("recurrent_weight") else "H"
@@ -63,13 +64,14 @@ converts an array from this layout to the documented one."""
 
 
 def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
-    """Return the layouts that explain the shape of an array, the documented layout first. A layout is a description,
-    "" of the documented one, and a function that converts the array to the documented layout."""
+    """Return the layouts that explain the shape of the array `value`, the documented layout first if it fits. A layout
+    has a description ("" for the documented layout) and a function that converts the array to the documented layout.
+    name: the argument or result that the array is."""
     groups, sizes, shape = dump.groups(name), dump.sizes, dump.shape(name)
     if value.size != math.prod(shape):
         return []
-    # Try all orders of the letters, such as G, H, K. An order fits if successive letters can be joined into the axes
-    # that the array has. Axes of size 1 say nothing, so they are left out.
+    # Try all orders of the letters, such as G, H, K. An order fits if consecutive letters can be joined so that their
+    # products are the sizes of the array's axes. Axes of size 1 fit everywhere, so they are left out.
     parts = [part for group in groups for part in group if sizes[part] > 1]
     wanted, found = [size for size in value.shape if size > 1], []
     for order in permutations(range(len(parts))):
@@ -78,7 +80,7 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
         if places is not None:
             inverse = np.argsort(order) if order else []
             dumped = [[parts[order[n]] for n in group] for group in places]
-            # same: whether no axes are exchanged, joined or divided.
+            # same: whether this is the documented layout: no axes are exchanged, joined or divided.
             same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
             words = "" if same else words_of(dumped, sizes)
 
@@ -86,16 +88,16 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
             def to_documented(v: np.ndarray, lengths: Any = lengths, inverse: Any = inverse) -> np.ndarray:
                 return v.reshape(lengths).transpose(inverse).reshape(shape)
 
-            # others: the axes that do not exist in the documented layout, for example because two axes are joined.
-            # Layouts that only exchange axes have none, so they come first, but after the documented layout.
+            # others: the number of axes that the documented layout does not have, for example because two of its axes
+            # are joined. Layouts with fewer such axes are likelier, so they come first.
             others = sum(group not in groups for group in dumped)
             found.append(((bool(words), others), (words, to_documented)))
     return [layout for _, layout in sorted(found, key=lambda entry: entry[0])]
 
 
 def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
-    """Divide the axis lengths `lengths` into consecutive groups, such that the product of each group's lengths is
-    the entry of `wanted` at the group's position. Return the indices of each group, or None if no such groups exist."""
+    """Divide the list `lengths` into consecutive groups so that the product of the n-th group is wanted[n]. Return for
+    each group the list of its indices, or None if this is impossible."""
     found, n = [], 0
     for size in wanted:
         group = []
@@ -109,8 +111,8 @@ def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
 
 
 def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
-    """Return the layout of an array as text, such as "[H, 4H]". The letters D (directions) and G (gates) are printed
-    as numbers. The letter K is printed as H'; it has the size H, but marks the axis that is multiplied by h[t-1]."""
+    """Return the layout of an array as text, such as "[H, 4H]". groups: the letters of each axis. The letters D
+    (directions) and G (gates) are printed as numbers. K, the axis that is multiplied by h[t-1], is printed as H'."""
     spelled = []
     for group in groups:
         text = " x ".join(str(sizes[part]) if part in "DG" else "H'" if part == "K" else part for part in group)
@@ -122,8 +124,8 @@ def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
 
 def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
     """Load arrays that a user saved from an app: a folder of .npy files, an .npz or a .safetensors file. Return one
-    `Dump` for each possible choice of sizes. op: the op that computed them, a key of `GATES`. descriptor: JSON text of
-    the properties of the op's descriptor.
+    `Dump` for each possible choice of sizes. op: the op that computed the arrays, "lstm", "gru" or "single_gate_rnn".
+    descriptor: JSON text with the properties of the op's descriptor, or None.
 
     Raise ValueError if an array is unknown, missing, or has a shape that no layout explains.
     """
@@ -146,7 +148,7 @@ def read(file: str) -> Arrays:
     try:
         arrays: Arrays = {}
         for part in sorted(path.glob("*.npy")) if path.is_dir() else [path]:
-            with foreign(part) as opened:  # limits what reading the untrusted file may cost
+            with foreign(part) as opened:  # limits the memory for an untrusted file
                 arrays |= arrays_of(opened, alone=part is path)
     except (OSError, ValueError) as error:
         text = f"{file} must be a folder of .npy files, an .npz or a .safetensors: {shown(error, 300)}"
@@ -157,7 +159,8 @@ def read(file: str) -> Arrays:
 
 
 def arrays_of(file: Foreign, alone: bool) -> Arrays:
-    """Return the arrays of an open file by their names. alone: False if the file is one of a folder of .npy files."""
+    """Return the arrays of an open file by their names. alone: False for a file in a folder of .npy files, whose name
+    is the array's name."""
     if not alone:
         return {file.path.stem: read_npy(file)}
     if file.path.suffix != ".safetensors":
@@ -170,21 +173,22 @@ def arrays_of(file: Foreign, alone: bool) -> Arrays:
 
 
 def names_of(op: str) -> dict[str, str]:
-    """Return a dict from each name that a user may give to an op's argument or result, to the name in this package."""
+    """Return our name for each name that a user may give to an argument or result of an op: {user's name: our name}."""
     names = [*GRADIENTS[op], "mask", *COTANGENTS[op], *RESULTS[op], *(f"d{name}" for name in GRADIENTS[op])]
-    # SAVED adds the names that results of the forward op have as arguments of the gradient op: cellOutputFwd is c.
+    # SAVED has the names of results of the forward op when they are arguments of the gradient op: cellOutputFwd is c.
     others = {"output": "h", "output_fwd": "h"} | SAVED[op]
     return {name: name for name in names} | others
 
 
 def without_case(word: str) -> str:
-    """Return a name in lower case without underscores, so that recurrentWeight and recurrent_weight are equal."""
+    """Return a name in lower case and without underscores, so that recurrentWeight and recurrent_weight become
+    equal."""
     return word.replace("_", "").lower()
 
 
 def meaning_of(word: str, table: dict[str, str], problem: str) -> str:
-    """Return the argument or result that a name in a user's file stands for. table: what each allowed name stands for.
-    For an unknown name raise ValueError, with `problem` as the first words and the most similar names."""
+    """Return our name for the name `word` in a user's file. table: {allowed name: our name}. For an unknown name raise
+    ValueError; its text begins with `problem` and suggests the most similar names."""
     words = {without_case(other): other for other in table}
     if without_case(word) in words:
         return table[words[without_case(word)]]
@@ -196,7 +200,7 @@ def meaning_of(word: str, table: dict[str, str], problem: str) -> str:
 def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
     """Return the properties of a descriptor from JSON text, with names in Apple's or in Python's spelling."""
     try:
-        content = Budget(len(text or "")).json(text or "{}")  # refuses text that is nested too deeply
+        content = Budget(len(text or "")).json(text or "{}")  # raises ValueError for deeply nested text
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__}")
     except ValueError as error:
@@ -207,7 +211,7 @@ def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
         name = meaning_of(word, table, f"the descriptor of {op} has no property")
         properties[name] = "hard_sigmoid" if value == "hardSigmoid" else value
     check_descriptor(f"compare.{op}", DESCRIPTORS[op](**properties), DESCRIPTORS[op])
-    return {name: value for name, value in properties.items() if name not in ALWAYS}  # ALWAYS: set in every case
+    return {name: value for name, value in properties.items() if name not in ALWAYS}  # without those in ALWAYS
 
 
 def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
@@ -227,10 +231,10 @@ def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
 
 
 def possible_dumps(case: CompareCase, results: Arrays) -> list[Dump]:
-    """Return one `Dump` (the arrays that a user saved from an app, with sizes such as T, N and H) for each choice of
-    sizes that explains the shapes of all arrays. First come the choices with which most arrays have the layouts of
-    Apple's documentation. Raise ValueError if no choice fits."""
-    # Try the other number of directions, too: the user may have left out the descriptor's property `bidirectional`.
+    """Return a list of `Dump`, one for each choice of sizes (T, N, H and others) that explains the shapes of all saved
+    arrays. First come the choices with which most arrays have the layouts of Apple's documentation. Raise ValueError if
+    no choice fits."""
+    # Also try the other number of directions: the user may have forgotten the descriptor's property `bidirectional`.
     both = case.bidirectional
     dumps = [*dumps_of_sizes(case, results, both), *dumps_of_sizes(case, results, not both)]
     found = [(dump, layouts_of_arguments(dump)) for dump in dumps]
@@ -244,7 +248,8 @@ def possible_dumps(case: CompareCase, results: Arrays) -> list[Dump]:
             layout = f"{words_of(dump.groups(name), dump.sizes)} = {list(dump.shape(name))}"
             reason = f"{title(name)} must have layout {layout}, but got {list(case.arrays[name].shape)}"
         raise ValueError(f"no layout of {case.op} explains these shapes: {reason}; shapes: {shapes}")
-    # The first possible layout of an array is the documented one, whose description is "", if that one fits.
+    # Sort by the number of arrays that do not have the documented layout, whose description is "". If this layout fits,
+    # it is the first of an array's possible layouts.
     fitting.sort(key=lambda entry: sum(layouts[0][0] != "" for layouts in entry[1].values()))
     return [dump for dump, _ in fitting]
 
@@ -269,27 +274,28 @@ def reason_without_sizes(case: CompareCase) -> str:
 
 
 def layouts_of_arguments(dump: Dump) -> dict[str, list[Layout]]:
-    """Return the possible layouts of each argument but the mask, which alone has no documented layout."""
+    """Return the possible layouts of each argument, by name. The mask is left out, because Apple documents no layout of
+    it."""
     return {name: possible_layouts(dump, name, value) for name, value in dump.case.arrays.items() if name != "mask"}
 
 
 def dumps_of_sizes(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
-    """Yield a `Dump` for each choice of sizes that fits the number of elements of the weights and the axes of the
-    source, the op's input. `both`: whether to assume two directions. The sizes are T steps, N items, I inputs, H units,
-    G gates, D directions; K is another name of H."""
+    """Yield a `Dump` for each choice of sizes that fits the numbers of elements of the weights and the axes of the
+    source (the op's input). The sizes are T steps, N batch items, I inputs, H units, G gates, D directions, and K,
+    which equals H. results: the saved results. both: whether to assume two directions."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:
         return
-    width = arrays["input_weight"].size // (D * G * H) if "input_weight" in arrays else D * G * H
+    I = arrays["input_weight"].size // (D * G * H) if "input_weight" in arrays else D * G * H
     if both != case.bidirectional:
         case = case._replace(descriptor=case.descriptor | {"bidirectional": both})
-    # The source is [T, N, I] as documented, which is tried first, or has these axes in another order. Without an
-    # input_weight it has D G H numbers in place of I.
+    # Try the axes of the source in all orders, the documented order [T, N, I] first. Without an input_weight the axis I
+    # has D G H numbers.
     seen = []
     for axis in (2, 1, 0):
         rest = [size for n, size in enumerate(arrays["source"].shape) if n != axis]
         for T, N in (rest, rest[::-1]):
-            if arrays["source"].shape[axis] == width and (T, N) not in seen:
+            if arrays["source"].shape[axis] == I and (T, N) not in seen:
                 seen.append((T, N))
-                yield Dump(case, results, {"T": T, "N": N, "I": width, "H": H, "K": H, "G": G, "D": D})
+                yield Dump(case, results, {"T": T, "N": N, "I": I, "H": H, "K": H, "G": G, "D": D})

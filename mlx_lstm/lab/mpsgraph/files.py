@@ -1,5 +1,5 @@
-"""Write and read cases and results as `.npz` files: for a child process, and as golden files (recorded results) with
-a checksum."""
+"""Write and read cases and results as `.npz` files. Two kinds of files are written: files for a child process, and
+golden files, which hold recorded results and a checksum."""
 
 import hashlib
 import json
@@ -17,8 +17,8 @@ from .judge import expected
 
 
 class Golden(NamedTuple):
-    """The contents of a golden file (results recorded for later comparisons). The fields are the machine's
-    description, the implementation that computed the results, the cases, and the results by case name."""
+    """The contents of a golden file, which holds results recorded for later comparisons. card: the description of the
+    machine. contender: the implementation that computed the results. results: the results by the case's name."""
 
     card: dict[str, str]
     contender: str
@@ -63,12 +63,13 @@ def load_golden(file: str) -> Golden:
     """Read a golden file, which holds recorded results. Raise ValueError if the file is not a golden file or was
     changed.
 
-    The checksum only detects accidents, since anybody can compute a new one. So the oracle also evaluates each case.
+    The checksum detects only accidental changes, since anybody can compute a new checksum. So the float64 oracle must
+    also be able to compute each case.
     """
     try:
-        # The file may come from anybody: `foreign` limits the memory, and its budget how deeply JSON is nested.
+        # The file may come from anybody: `foreign` limits the memory, and `budget.json` refuses deeply nested JSON.
         with foreign(Path(file)) as opened:
-            arrays: dict[str, Any] = dict(read_npz(opened, text=True))  # text: the description and the checksum
+            arrays: dict[str, Any] = dict(read_npz(opened, text=True))  # texts: description, checksum
             sealed = str(arrays.pop("checksum"))
             meta = opened.budget.json(str(arrays["meta"]))
             if checksum(arrays) != sealed:
@@ -79,16 +80,16 @@ def load_golden(file: str) -> Golden:
 
 
 def golden_of(arrays: Arrays, meta: Any) -> Golden:
-    """Return the golden in the arrays of a file and in its description `meta`. The keys of the arrays are
-    `number/kind/name`: a case's number, "arrays" or "results", and a name. Other keys are ignored. Raise ValueError if
-    the oracle, which evaluates every case, would take hours."""
+    """Return the contents of a golden file as a `Golden`. arrays: by keys `number/kind/name`, which consist of a case's
+    number, "arrays" or "results", and an array's name; other keys are ignored. meta: the file's description of the
+    machine and the cases. Raise ValueError if the oracle, which computes every case, would take hours."""
     parts: dict[str, dict[str, Arrays]] = {}
     for key, array in arrays.items():
         number, kind, name = (*key.split("/", 2), "", "")[:3]
         parts.setdefault(number, {"arrays": {}, "results": {}}).get(kind, {})[name] = array
     cases, results, steps = [], {}, 0
     for n, entry in enumerate(meta["cases"]):
-        steps += sum(parts[str(n)]["arrays"]["source"].shape[:1])  # 0 for a source without axes, which is refused later
+        steps += sum(parts[str(n)]["arrays"]["source"].shape[:1])  # 0 for a source without axes; refused below
         if steps > MOST_STEPS:
             raise ValueError(f"its cases must have at most {MOST_STEPS} steps together")
         case = checked_case(entry, **parts[str(n)])
@@ -101,15 +102,16 @@ def golden_of(arrays: Arrays, meta: Any) -> Golden:
 
 
 MOST_NUMBERS = 2**22
-"""The largest product of the sizes of source and recurrent weight in a golden file; recorded cases have up to 2**20."""
+"""The largest allowed product of the numbers of elements of source and recurrent weight in a golden file, so that the
+oracle does not take too long. In the files that `compare --record` writes it is at most 2**20."""
 
 MOST_STEPS = 2**16
-"""The most time steps of all cases in a golden file: the oracle computes them one by one."""
+"""The largest allowed number of time steps of all cases in a golden file. The oracle computes them one by one."""
 
 
 def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> CompareCase:
-    """Return a case that was read from a golden file. Raise ValueError unless the oracle can compute the case and
-    the recorded results have the right shapes."""
+    """Return a case that was read from a golden file (recorded results). Raise ValueError unless the float64 oracle can
+    compute the case and the recorded results have the right shapes. entry: the file's description of the case."""
     name, op = shown(entry["name"], 200), entry["op"]
     if op not in GATES:
         raise ValueError(f"case {name} has the unknown op {shown(op)}")
@@ -120,7 +122,7 @@ def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> Comp
         raise ValueError(f"case {name} is too large")
     try:
         shapes = {result: array.shape for result, array in expected(case).items()}
-    except DAMAGE as error:  # the errors that arrays of wrong shapes cause in NumPy
+    except DAMAGE as error:  # NumPy's errors for arrays of wrong shapes
         raise ValueError(f"the oracle cannot compute {name}: {named(error)}") from None
     for result, array in results.items():
         if array.shape != shapes.get(result):

@@ -1,8 +1,8 @@
 """Compute the exact results of a case (a call of an op) with the float64 oracle.
 
-fl: the arithmetic, which rounds each operation to its dtype or adds random errors. readings: keywords of `options`,
-which say how to interpret the points that Apple's documentation leaves open, for example `hard_sigmoid="x/6"`.
-`WORDS`, `OUTPUTS` and `COTANGENTS` have the oracle's name by Apple's name of an argument, a result, a cotangent.
+fl is the arithmetic of the oracle: fl(value) rounds the result of one operation to a dtype, or adds a random error.
+readings are keywords of `options`: they say how to interpret points that Apple's documentation leaves open, for example
+`hard_sigmoid="x/6"`.
 """
 
 from typing import Any
@@ -18,23 +18,27 @@ WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": 
 WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
 """The oracle's name for each argument of MPSGraph. For two directions, the oracle and MPSGraph use the same layouts."""
 
-OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}  # MPSGraph's results, and the oracle's names for them
-COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}  # of which result each is
-HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}  # slopes, and the oracle's names
+OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}  # the oracle's name for each result of MPSGraph
+# For each cotangent of MPSGraph the oracle's name of the result to which it belongs.
+COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}
+HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}  # the oracle's name by slope
 
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
-    """Return all results of a case in float64 by name, in MPSGraph's layouts."""
+    """Return all results of a case (a call of an op with its arrays) in float64, by name, in MPSGraph's layouts.
+    readings: keywords of `options`, which interpret points that Apple's documentation leaves open."""
     return evaluated(case, Rounding(np.float64), **readings)
 
 
 def evaluated(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return all results of a case, one layer or a stack, computed by the oracle in the arithmetic `fl`."""
+    """Return all results of a case (a call of an op with its arrays), computed by the float64 oracle in the arithmetic
+    `fl`, which rounds the result of each operation. readings: keywords of `options`."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
 def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return the results of one layer, computed by the oracle in the arithmetic `fl`."""
+    """Return the results of a case with one layer, computed by the float64 oracle in the arithmetic `fl`, which rounds
+    the result of each operation. readings: keywords of `options`."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     found = Case(call_of(case, **readings), cotangents).results(fl)
     results = {name: found[word] for name, word in OUTPUTS.items() if word in found}
@@ -42,13 +46,14 @@ def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
 
 
 def kink_distance(case: CompareCase, **readings: str) -> float:
-    """Return the smallest distance of an argument of relu or hard_sigmoid from a kink, where rounding makes
-    gradients jump."""
+    """Return the smallest distance of an argument of relu or hard_sigmoid in a case from a kink. At a kink the slope
+    jumps, so near it a rounding error can change gradients by much."""
     return distance(**call_of(case, **readings))
 
 
 def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
-    """Convert a case to arguments of the oracle."""
+    """Return a case (a call of an op with its arrays) as keyword arguments of the float64 oracle. readings: keywords of
+    `options`."""
     arrays = {WORDS[name]: array for name, array in case.arrays.items() if name in WORDS}
     bidirectional, reverse = case.bidirectional, case.descriptor.get("reverse", False)
     directions = {"bidirectional": bidirectional, "reverse": reverse and not bidirectional}
@@ -58,9 +63,9 @@ def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
 def options(
     case: CompareCase, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5", gate_order: str = ""
 ) -> dict[str, Any]:
-    """Convert the descriptor of a case to options of the oracle. output_peephole, hard_sigmoid, gate_order: how to
-    interpret three points that Apple's documentation leaves open: which cell state gate o reads ("previous" or
-    "current"), the slope of hard_sigmoid ("x/5" or "x/6"), and the gate order of an LSTM with `forget_gate_last`."""
+    """Convert the descriptor of a case to options of the float64 oracle. The keywords interpret three points that
+    Apple's documentation leaves open. output_peephole: the cell state that gate o reads, "previous" or "current".
+    hard_sigmoid: its slope, "x/5" or "x/6". gate_order: the gate order of an LSTM, or "" for the documented one."""
     descriptor, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
 
     def activation(name: str, default: str) -> str:

@@ -1,4 +1,5 @@
-"""Compare one result with another: find their largest difference, how large it may be, and where they first differ."""
+"""Compare the results of two implementations: find the largest difference, the largest allowed difference, and the
+first element that differs by more."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,18 +17,19 @@ SEQUENCES = ("h", "c", "z_state", "dsource")
 
 OURS = ("fused", "stepwise", "numpy", "ops")
 FROM_OUTSIDE = ("mpsgraph", "torch-mps", "golden", "yours")
-"""OURS: our engines. FROM_OUTSIDE: results of MPSGraph, also called by torch, of --golden, and of the user's app."""
+"""OURS: our engines. FROM_OUTSIDE: names of results that other programs computed: MPSGraph, torch on top of MPSGraph,
+the file of --golden, and the user's app."""
 
 
 class ComparisonRow(NamedTuple):
-    """The comparison of one result between two implementations, or a call that failed.
+    """The comparison of one result of two implementations, or the report of a call that failed.
 
-    case: the case's name. tensor: the result's name, "-" for a call that failed. pair: "implementation - reference", of
-    a call that failed the implementation alone. verdict: "ok", or what is wrong. max_abs, max_rel, ulp: the largest
-    error, absolute, relative, and in units of the last place. over_bound: the largest ratio of an element's error to
-    its bound; the result is right up to 1. bound: the bound of this element. first: the index of the first value beyond
-    its bound. step: the time step of this value. by_time: `over_bound` of each time step. note: how the shape differs
-    from the documented one.
+    case: the case's name. tensor: the result's name; "-" for a failed call. pair: "implementation - reference"; for a
+    failed call only the implementation. verdict: "ok", or what is wrong. max_abs, max_rel, ulp: the largest error,
+    absolute, relative, and in units of the last place. over_bound: the largest ratio of an element's error to its error
+    bound; up to 1 the result is right. bound: the bound of this element. first: the index of the first element whose
+    error exceeds its bound. step: the time step of this element. by_time: the largest ratio in each time step. note:
+    how the shape differs from the documented shape.
     """
 
     case: str
@@ -53,13 +55,14 @@ class ComparisonRow(NamedTuple):
 
     @property
     def is_failed_call(self) -> bool:
-        """Return whether the row says that a call failed, so that no result was compared."""
+        """Return whether the row reports a call that failed, so that no result was compared."""
         return self.tensor == "-"
 
 
 def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[ComparisonRow]:
     """Yield the comparisons of all results of a case. Every implementation is compared with the float64 oracle. Each of
-    our engines is also compared with the results in FROM_OUTSIDE, which other programs computed."""
+    our engines is also compared with the results of other programs (`FROM_OUTSIDE`). outcomes: the results of each
+    implementation, by its name."""
     dtype = case.arrays["source"].dtype
     for name, outcome in outcomes.items():
         if outcome.problem:
@@ -69,7 +72,7 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
         return
     try:
         exact, bounds = exact_and_element_bounds(lambda fl: judge.evaluated(case, fl), dtype)
-    except ValueError as error:  # the mask of a user's dump may have a layout that is not documented
+    except ValueError as error:  # the mask of a user's arrays may have an undocumented layout
         for name in ran:
             yield ComparisonRow(
                 case.name, "-", name, f"not compared, as float64 cannot run the documented case: {error}"
@@ -77,7 +80,7 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
         return
     for name, results in ran.items():
         pair = f"{name} - oracle"
-        # torch has no gradients of some arrays, and a recording may hold any results; our engines return all of them.
+        # Only our engines must return all results: torch lacks some gradients, and a file may hold any results.
         missing = [tensor for tensor in exact if tensor not in results and name in OURS]
         for tensor in (*missing, *(tensor for tensor in results if tensor not in exact)):
             found = judged(tensor, results.get(tensor), exact.get(tensor))
@@ -92,8 +95,9 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
 def between(
     case: CompareCase, name: str, left: Arrays, other: str, right: Arrays, bounds: Arrays
 ) -> Iterator[ComparisonRow]:
-    """Compare the results that two implementations have in common. The results may differ by twice the error bound,
-    since both may have an error."""
+    """Compare the results that two implementations have in common. They may differ by twice the error bound, because
+    both results may have an error. name, left: our implementation and its results; other, right: the other one and its
+    results; bounds: the error bounds by result."""
     for tensor in (tensor for tensor in left if tensor in right and tensor in bounds):
         value, _ = without_leading_ones(right[tensor], left[tensor].shape)
         dtype = left[tensor].dtype
@@ -109,15 +113,16 @@ def compare(
     bound: np.ndarray | float,
     dtype: np.dtype,
 ) -> ComparisonRow:
-    """Compare a result with a reference. `bound`, the largest error allowed, is one number or one number per
-    element."""
-    shape = value.shape  # for the report; axes of size 1 that Apple adds in front are removed for the comparison
+    """Compare the result `value` with `reference`. tensor: the result's name. pair: the names of both implementations,
+    for reports. bound: the largest allowed error, one number or one number per element. dtype: the dtype of the
+    computation."""
+    shape = value.shape  # reported with the leading axes of size 1 that Apple may add
     value, note = without_leading_ones(value, reference.shape)
     found = judged(tensor, value, reference, bound, dtype)
     row = ComparisonRow(case.name, tensor, pair, found.refusal or "ok", shape, value.dtype.name, note=note)
     if found.refusal and found.first is None:  # no element is beyond its bound: the shape or the dtype is wrong
         return row
-    # Errors beyond the bound are called "differs", as their numbers are in fields of the row.
+    # The verdict of an error beyond the bound is only "differs", because the numbers are in other fields of the row.
     error, size = np.abs(value.astype(np.float64) - reference), np.abs(reference.astype(np.float64))
     ratios = np.where(np.isnan(error), np.inf, error / np.maximum(bound, np.finfo(np.float64).tiny))
     return row._replace(

@@ -19,7 +19,7 @@ SAVED = {
     "gru": {"z_state": "z_state", "output_fwd": "h"},
     "single_gate_rnn": {"z_state": "z_state"},
 }
-"""Some arguments of the gradient op are results of the forward op: {argument's name: result's name}."""
+"""The arguments of the gradient op that are results of the forward op: {argument's name: result's name}."""
 
 
 def run(case: CompareCase, engine: str | None = None, **options: Any) -> Arrays:
@@ -29,8 +29,9 @@ def run(case: CompareCase, engine: str | None = None, **options: Any) -> Arrays:
 
 
 def run_layer(case: CompareCase, engine: str | None, **options: Any) -> Arrays:
-    """Run one layer of a case and return the results by name. The option leading_ones is for the gradient op only: it
-    names arguments whose gradients get leading axes of size 1, as Apple's op may return them."""
+    """Run one layer of a case and return the results by name. options: keywords of the functions in
+    `mlx_lstm.mpsgraph`. The keyword leading_ones is for the gradient op only: it names arguments whose gradients get
+    leading axes of size 1, as Apple's op may return them."""
     arrays = {name: mx.array(array) for name, array in case.arrays.items()}
     descriptor = make_descriptor(case)
     inputs = {name: array for name, array in arrays.items() if name not in COTANGENTS[case.op]}

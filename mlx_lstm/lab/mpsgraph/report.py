@@ -1,5 +1,5 @@
-"""Format the result of the comparison: the machine, which implementations agree, which results differ and where.
-Also write a plot and a JSON file."""
+"""Format the report of the command `compare`: the machine, which implementations agree, which results differ and where.
+Also write the plot and the JSON file."""
 
 import math
 import platform
@@ -23,7 +23,7 @@ LEGEND_OF_TWO = "The bound between two contenders is twice that against the orac
 
 
 def machine_card() -> dict[str, str]:
-    """Return a dict of everything, besides the code, that results depend on: chip, system, versions."""
+    """Return a dict of the facts about this machine that results depend on: chip, system and versions, by name."""
     packages = ("mlx", "numpy", "torch", "pyobjc-core", "pyobjc-framework-MetalPerformanceShadersGraph")
     card = {"chip": chip(), "system": system(), "macOS build": macos_build(), "python": platform.python_version()}
     card |= {"mlx_lstm": __version__} | {package: installed_version(package) for package in packages}
@@ -59,7 +59,7 @@ def pairs_text(rows: Sequence[ComparisonRow]) -> str:
     lines = [["pair", "comparisons", "differ", "error/bound", "worst"]]
     for pair in dict.fromkeys(row.pair for row in rows if not row.is_failed_call):
         mine = [row for row in rows if row.pair == pair and not row.is_failed_call]
-        worst = max(mine, key=severity)  # a wrong one before right ones, then the largest error/bound
+        worst = max(mine, key=severity)  # a wrong result if there is one, else the largest ratio
         differ = str(sum(row.failed for row in mine))
         lines.append([pair, str(len(mine)), differ, figure(worst.over_bound), f"{worst.tensor} of {worst.case}"])
     return table(lines)
@@ -78,8 +78,8 @@ def failures_text(rows: Sequence[ComparisonRow]) -> str:
         lines.append(f"{pair} failed in {cases}{others}; first in {failed[0].case}:")
         lines.append(brief(failed[0].verdict))
     found: dict[tuple[str, str], list[ComparisonRow]] = {}
-    # An implementation that differs from the oracle also differs from the other implementations. Report only the
-    # difference from the oracle. row.pair: "implementation - oracle" or "implementation - other implementation".
+    # An implementation that differs from the oracle also differs from the other implementations. So `told` leaves out
+    # its differences from them. row.pair: "implementation - oracle" or "implementation - other implementation".
     wrong = {(row.case, row.tensor, row.pair.split(" - ")[0]) for row in rows if row.failed and "oracle" in row.pair}
     for row in rows:
         told = "oracle" not in row.pair and any((row.case, row.tensor, one) in wrong for one in row.pair.split(" - "))
@@ -94,14 +94,14 @@ def failures_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def beginning(row: ComparisonRow) -> list[str]:
-    """Return, as text, the index and the time step of the first value in the compared array whose error exceeds its
-    error bound. Return two empty texts if no value does."""
+    """Return the index and the time step, as texts, of the first element whose error exceeds its bound. If there is no
+    such element, return two empty texts."""
     return ["" if row.first is None else str(list(row.first)), "" if row.step is None else str(row.step)]
 
 
 def brief(text: str) -> str:
-    """Return the first line of an error text and the first error line of a compiler in it, both indented and cut after
-    160 characters. A first line that ends in a colon is joined with the next one."""
+    """Return two lines of an error text, indented and cut after 160 characters: its first line, and its first line with
+    a compiler's error. If the first line ends with a colon, the next line is joined to it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [text]
     compilers = [line for line in lines[1:] if "error:" in line][:1]
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -109,8 +109,8 @@ def brief(text: str) -> str:
 
 
 def severity(row: ComparisonRow) -> tuple[bool, float]:
-    """Return a sort key for a comparison: right results come before wrong ones. Within both groups, a smaller ratio
-    of error to bound comes first."""
+    """Return a sort key for a comparison. Right results come before wrong results, and then smaller ratios of error to
+    bound before larger ratios."""
     return row.failed, math.inf if math.isnan(row.over_bound) else row.over_bound
 
 
@@ -140,8 +140,8 @@ def write_json(file: str, content: dict[str, Any]) -> None:
 
 
 def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None:
-    """Draw the ratio of error to bound, with a line at 1. Bars show the worst ratio of each tensor and pair of
-    implementations. Below, curves show the ratio over time in the longest cases."""
+    """Draw the ratios of error to bound, with a line at 1, into a picture file. Bars show the worst ratio of each
+    result and pair of implementations. Below them, curves show the ratio at each time step in the longest cases."""
     from matplotlib.figure import Figure
 
     longest = max((len(row.by_time) for row in rows), default=0)
@@ -168,8 +168,8 @@ def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None
 
 
 def bars(axis: Any, rows: Sequence[ComparisonRow], colors: dict[str, str]) -> None:
-    """Draw the worst ratio of error to bound of each tensor: one bar per pair of implementations, with its value
-    above."""
+    """Draw bars of the worst ratio of error to bound of each result, one bar per pair of implementations. The number
+    above a bar is its value."""
     tensors = list(dict.fromkeys(row.tensor for row in rows if not row.is_failed_call))
     for n, (pair, color) in enumerate(colors.items()):
         worst = {}

@@ -1,5 +1,5 @@
-"""Run a case (a call of an MPSGraph op with its arrays) on torch's layers, one layer or a stack, on the CPU or on
-"mps", where torch itself calls MPSGraph."""
+"""Run a case (a call of an MPSGraph op with its arrays) on a layer of torch, which may have several layers. On the
+device "mps" torch itself calls MPSGraph; on the device "cpu" it does not."""
 
 from typing import Any
 
@@ -9,8 +9,9 @@ from .cases import GATES, Arrays, CompareCase
 
 
 def hindrance(case: CompareCase) -> str | None:
-    """Return why torch's layer cannot run this case; None if it can."""
-    # changed: also a property set to its default; a case with such a one is not run either.
+    """Return the reason why torch's layer cannot run this case, or None if it can."""
+    # changed: the properties that the case sets, without flags that are off. A property set to its default value also
+    # counts, so torch does not run such a case.
     changed = {name for name, value in case.descriptor.items() if value is not False} - {"bidirectional"}
     if "reverse" in changed:
         return "no reverse alone"
@@ -38,15 +39,16 @@ def run(case: CompareCase, device: str) -> Arrays:
     source = torch.tensor(case.arrays["source"], device=device, requires_grad=True)
     states = {name: state(case, name, device) for name in ("init_state", "init_cell")}
     initial = [value for name, value in states.items() if case.op == "lstm" or name == "init_state"]
-    # A stack's cases have no initial states; torch's layer then begins with zeros.
+    # The cases of stacks have no initial states: torch's layer then starts with zeros.
     one_layer = len(case.layers) == 1
     h, last = layer(source, *([tuple(initial) if case.op == "lstm" else initial[0]] if one_layer else []))
     ends = list(last) if case.op == "lstm" else [last]
     outputs, cotangents = [h], [torch.tensor(case.arrays["source_gradient"], device=device)]
-    for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):  # a GRU and an RNN have no cell
+    # strict=False: a GRU and an RNN have no cell state, so only one end.
+    for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):
         if name in case.arrays:
             outputs.append(end)
-            cotangents.append(state(case, name, device).detach())  # `state` returns a leaf that wants a gradient
+            cotangents.append(state(case, name, device).detach())  # no gradient for a cotangent
     torch.autograd.backward(outputs, cotangents)
     results = {"h": h, "dsource": source.grad}
     for n in range(len(case.layers)):
@@ -59,8 +61,8 @@ def run(case: CompareCase, device: str) -> Arrays:
 
 
 def make_layer(case: CompareCase) -> Any:
-    """Return torch's layer with the weights of a case: b_ih is the bias; b_hh is zero, except a GRU's secondary
-    bias."""
+    """Return a layer of torch with the weights of a case. torch's bias_ih is the case's bias. torch's bias_hh is zero,
+    except the candidate's part in a GRU, which is the case's secondary bias."""
     import torch
 
     layers, H, dtype = case.layers, case.hidden, case.arrays["source"].dtype
@@ -74,7 +76,7 @@ def make_layer(case: CompareCase) -> Any:
     for n, arrays in enumerate(one.arrays for one in layers):
         zeros = np.zeros(rows * case.directions, dtype)
         secondary = zeros.copy().reshape(case.directions, rows)
-        if "secondary_bias" in arrays:  # of the candidate, which is the last of a GRU's three gates
+        if "secondary_bias" in arrays:  # the candidate is the last of a GRU's three gates
             secondary[:, 2 * H :] = arrays["secondary_bias"].reshape(case.directions, H)
         values = {"weight_ih": arrays["input_weight"], "weight_hh": arrays["recurrent_weight"].reshape(-1, H)}
         values |= {"bias_ih": arrays.get("bias", zeros), "bias_hh": secondary.reshape(-1)}
@@ -108,7 +110,7 @@ def state(case: CompareCase, name: str, device: str) -> Any:
     no such state, return zeros that need no gradient."""
     import torch
 
-    N, width = case.arrays["source"].shape[1], case.directions * case.hidden
-    array = case.arrays.get(name, np.zeros((N, width), case.arrays["source"].dtype))
+    N, numbers = case.arrays["source"].shape[1], case.directions * case.hidden
+    array = case.arrays.get(name, np.zeros((N, numbers), case.arrays["source"].dtype))
     stacked = np.stack(np.split(array, case.directions, axis=-1))
     return torch.tensor(stacked, device=device, requires_grad=name in case.arrays)

@@ -1,6 +1,9 @@
-"""Measure times. `cases` defines what is measured, one file each, with the types of `tasks`. `judge` decides whether
-results are right; only right results are timed. `worker` runs one contender alone in a process, `rounds` lets these
-processes take turns, `report` formats the figures, `files` writes them to files. `short` is the benchmark inside the
-command `check`."""
+"""Measure the time and the memory of implementations, which are called contenders.
+
+`cases` defines what is measured, with one file for each benchmark case; `tasks` has the types. `judge` decides whether
+results are right; only then is a contender timed. `worker` runs one contender alone in a process, `rounds` lets these
+processes take turns, `report` formats the figures, and `files` writes them to files. `short` is the benchmark that the
+command `check` runs.
+"""
 
 __all__: list[str] = []  # for this package's own commands and tests

@@ -1,4 +1,4 @@
-"""Write the figures of the benchmark to files: a CSV file and a plot. Every file describes the machine."""
+"""Write the figures of the benchmark to a CSV file and a plot. Both also describe the machine."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,13 +10,13 @@ from .rounds import Measurement, label, name_of, peak_ratio, ratio
 
 
 def write_csv(file: str, groups: Iterable[Sequence[Measurement]], card: dict[str, str]) -> None:
-    """Write a CSV file with one line per measurement. Each line also contains the description of the machine
-    (`card`)."""
+    """Write a CSV file with one line per measurement. Each line also contains the description of the machine (`card`).
+    groups: the measurements of each size and pass."""
     write_records(file, [csv_record(row, references(rows)) | card for rows in groups for row in rows])
 
 
 def write_records(file: str, records: Sequence[Mapping[str, object]]) -> None:
-    """Write a CSV file with a line per record; the keys of the first record are the header."""
+    """Write a CSV file with one line per record, and the keys of the first record as the header."""
     with open(file, "w", newline="") as out:
         writer = csv.DictWriter(out, list(records[0]))
         writer.writeheader()
@@ -24,8 +24,8 @@ def write_records(file: str, records: Sequence[Mapping[str, object]]) -> None:
 
 
 def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, Any]:
-    """Return one line of the CSV file as a dict: the figures of a measurement by column. `compared`: the
-    measurements of the reference implementations at the same size and pass, by name."""
+    """Return the figures of a measurement as a dict {column of the CSV file: value}. compared: the measurements of the
+    reference implementations at the same size and pass, by name."""
     task, verdict = row.task, row.verdict
     record: dict[str, Any] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
     record |= {"contender": label(task), "engine": task.engine, "status": row.status}
@@ -44,8 +44,8 @@ def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, 
 
 
 def plot(file: str, groups: Sequence[Sequence[Measurement]], card: dict[str, str]) -> None:
-    """Plot the time of each implementation relative to the first reference: bars on a logarithmic axis, one panel
-    per pass. groups: the measurements of each size and pass. card: the description of the machine."""
+    """Plot the time of each implementation divided by the time of the first reference, as bars on a logarithmic axis,
+    with one panel per pass. groups: the measurements of each size and pass. card: the description of the machine."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -10,7 +10,7 @@ from .cases import CASES
 from .rounds import Measurement, Ratio, label, peak_ratio, ratio
 
 MIB = 2**20
-IDLE_LIMIT = 0.05  # fraction of a core; the report mentions a waiting process that uses more
+IDLE_LIMIT = 0.05  # fraction of a core; a note reports a waiting process that uses more
 THREADS_HINT = "OPENBLAS_NUM_THREADS=1 lets NumPy's BLAS use one thread, which disturbs less"
 PAUSE_HINT = "--patience 60 waits longer until they pause"
 
@@ -21,8 +21,8 @@ def card_text(card: dict[str, str]) -> str:
 
 
 def references(rows: Iterable[Measurement]) -> dict[str, Measurement]:
-    """Return the timed measurements of the reference contenders by name. The times of the other contenders are
-    divided by the times of the references."""
+    """Return the measurements of the references by name, if they were timed. A reference is an implementation by whose
+    time the times of all others are divided."""
     timed = {row.task.contender: row for row in rows if row.samples}
     names = dict.fromkeys(name for row in timed.values() for name in CASES[row.task.case].references)
     return {name: timed[name] for name in names if name in timed}
@@ -48,9 +48,8 @@ def group_text(rows: Sequence[Measurement]) -> str:
 
 
 def time_cells(row: Measurement) -> list[str]:
-    """Return the cells of the printed table for the times of a measurement: median, minimum, 20th and 80th percentile
-    in milliseconds, the number of runs, and two more medians: of the time to build a graph and of the time to evaluate
-    it."""
+    """Return the cells of the printed table for the times of a measurement, in milliseconds: median, minimum, 20th and
+    80th percentile, the number of runs, and the medians of the time to build a graph and of the time to evaluate it."""
     if not row.samples:
         return ["-"] * 5 + [""] * 2
     cells = [*(milliseconds(seconds) for seconds in spread(row).values()), str(len(row.samples))]
@@ -83,9 +82,9 @@ def ratio_cell(figures: Ratio | None) -> str:
 
 
 def check_cells(row: Measurement) -> list[str]:
-    """Return five cells of the printed table for a measurement: the peak of memory in MiB, this peak divided by
-    the memory needed, the peak that MLX reports in MiB, the largest error divided by its bound, and the number of
-    threads."""
+    """Return five cells of the printed table for a measurement: the peak of the memory in MiB, this peak divided by the
+    least possible memory, the peak that MLX reports in MiB, the largest ratio of an error to its bound, and the number
+    of threads."""
     peak, over_needed, verdict = row.peak, peak_ratio(row), row.verdict
     return [
         "-" if peak is None else f"{peak / MIB:.4g}",
@@ -97,8 +96,8 @@ def check_cells(row: Measurement) -> list[str]:
 
 
 def checkpoint_lines(rows: Sequence[Measurement]) -> list[str]:
-    """Return one line per measurement with gradient checkpointing: its memory and time, relative to the same engine
-    without checkpointing."""
+    """Return a line of text for each measurement with the option `checkpoint_every`: its memory and time, divided by
+    those of the same engine without the option."""
     lines, by_task = [], {row.task: row for row in rows}
     for row in rows:
         whole = by_task.get(row.task._replace(every=None))
@@ -113,7 +112,8 @@ def checkpoint_lines(rows: Sequence[Measurement]) -> list[str]:
 
 
 def notes(rows: Iterable[Measurement]) -> list[str]:
-    """Return one line of text for each problem in the measurements, such as disturbance by other processes."""
+    """Return one line of text for each problem with the measurements, for example that other processes disturbed
+    them."""
     lines = []
     for row in rows:
         name = f"{label(row.task)} ({row.task.engine})"

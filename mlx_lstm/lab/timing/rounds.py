@@ -1,5 +1,5 @@
-"""Measure contenders (implementations to compare) against each other. Each contender runs in a separate process. Its
-results are checked first; then the contenders are timed in turns, one at a time."""
+"""Measure the times of contenders (implementations to compare). Each contender runs in a separate process. The results
+are checked first; then the contenders are timed in turns, one at a time."""
 
 import json
 import os
@@ -20,13 +20,13 @@ from ..progress import Progress
 from .cases import CASES, find_contender
 from .tasks import Size, Task
 
-QUIET = 0.2  # cores that other processes may use; a turn in which they use more is called disturbed
+QUIET = 0.2  # number of cores; a turn in which other processes use more is called disturbed
 CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Plan(NamedTuple):
-    """How one implementation is timed. The fields are the number of turns, the untimed runs at the start of a turn,
-    and the seconds of timed runs in a turn."""
+    """How one implementation is timed. turns: the number of turns. warmups: the number of untimed runs at the start of
+    a turn. seconds: the time of the timed runs in a turn; 0 for a single run."""
 
     turns: int
     warmups: int
@@ -34,19 +34,19 @@ class Plan(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The results of one task, which is an implementation at a size. `status`: "timed", "memory only", or why there
-    is no time."""
+    """The results of one task, that is of one implementation at one size. status: "timed", "memory only", or the reason
+    why there is no time. verdict: the comparison of its results with float64."""
 
     task: Task
     status: str
     verdict: Verdict | None = None
     rounds: tuple[tuple[float, ...], ...] = ()  # seconds of the runs in each turn
-    peak: int | None = None  # bytes of the process that its first run needed besides its inputs
-    mlx_peak: int | None = None  # the same as MLX counts it
-    threads: int | None = None  # as the framework reports them
+    peak: int | None = None  # bytes that the first run needed besides its inputs
+    mlx_peak: int | None = None  # the same, counted by MLX
+    threads: int | None = None  # the number that the framework reports
     idle_cpu: float = 0.0  # fraction of a core used while the process should have been idle
     disturbed: int = 0  # turns in which other processes used more than QUIET cores
-    builds: tuple[float, ...] = ()  # seconds of each run in which a graph was built; empty without a graph
+    builds: tuple[float, ...] = ()  # seconds of each run to build the graph; empty without a graph
     hung: bool = False  # whether the process gave no answer in time
 
     @property
@@ -70,12 +70,12 @@ class Ratio(NamedTuple):
 
 
 def plan(seconds: float, rounds: int, once: float) -> Plan:
-    """Return how to time a contender (an implementation) within `seconds`. In each of `rounds` rounds every contender
-    has one turn. `once` is the time of one run.
+    """Plan how to time a contender (an implementation) within `seconds`. In each of `rounds` rounds every contender has
+    at most one turn. once: the seconds of one run.
 
-    If a run fits into the contender's share of a round, `seconds / rounds`, the contender has a turn in every round
-    and warms up in each turn. A slower contender is warm already, because a run to check its results came before. It
-    runs once per turn, and has as many turns as fit into `seconds`, but at least two.
+    If a run fits into seconds / rounds, the contender has a turn in every round, and warms up in each turn. A slower
+    contender needs no warm-up, because it has already run once to check its results. It runs once per turn, and has as
+    many turns as fit into `seconds`, but at least two.
     """
     share = seconds / rounds
     if once <= share:
@@ -84,20 +84,21 @@ def plan(seconds: float, rounds: int, once: float) -> Plan:
 
 
 def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
-    """Return the time of the measurement `row` divided by the time of the measurement `reference`, or None if one of
-    them was not timed. Both had their turn n in round n; the one with fewer turns sets the number of ratios."""
+    """Return the ratio of the times of `row` and `reference`, or None if one of them was not timed. Turn n of both was
+    in round n, so the medians of the same round are divided. If one of them has fewer turns, the later rounds of the
+    other are left out."""
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
 
 
 def needed_bytes(size: Size, which: str, dtype: str) -> int:
-    """Return the smallest number of bytes that a pass must hold in memory: x, gates, h, c and, with `backward`, dx,
-    dWx, dWh, db."""
-    T, B, width, H = size
-    numbers = T * B * (width + 6 * H)
+    """Return the smallest possible memory of a pass in bytes: that of x, the four gates, h and c, and in the pass
+    "backward" also of dx, dWx, dWh, db."""
+    T, B, I, H = size
+    numbers = T * B * (I + 6 * H)
     if which == "backward":
-        numbers += T * B * width + 4 * H * (width + H + 1)
+        numbers += T * B * I + 4 * H * (I + H + 1)
     return numbers * (4 if dtype == "float32" else 2)
 
 
@@ -120,10 +121,10 @@ def peak_ratio(row: Measurement) -> float | None:
 def measure(
     tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, patience: float, progress: Progress | None = None
 ) -> list[Measurement]:
-    """Check the results of `tasks`, then time them in turns: in each round every task runs once for a while. All
-    tasks must have the same size and the same pass (forward or backward). With rounds = 0 only check the results and
-    measure the memory. seconds: how long each task is timed, all rounds together. patience: the most seconds to wait
-    before a turn until other processes are quiet."""
+    """Check the results of `tasks`, then time them in turns: in each round every task runs once for a while. All tasks
+    must have the same size and the same pass (forward or backward). With rounds = 0 only check the results and measure
+    the memory. seconds: how long each task is timed, all rounds together. patience: how many seconds a turn may wait
+    until other processes pause."""
     progress = progress or Progress()  # a Progress that is not entered by `with` prints nothing
     rows: dict[Task, Measurement] = {}
     plans: dict[Task, Plan] = {}
@@ -141,7 +142,7 @@ def measure(
                 plans[task] = plan(seconds, rounds, once)
                 turn_seconds[task] = max(plans[task].seconds + plans[task].warmups * once, once)
         for number in range(rounds):
-            # Every second round goes backwards, so that no task is always first.
+            # In every second round the tasks run in the reverse order, so that no task is always first.
             due = [task for task in plans if number < plans[task].turns and not rows[task].failed]
             for task in due if number % 2 == 0 else reversed(due):
                 left = sum(turn_seconds[one] * (plans[one].turns - len(rows[one].rounds)) for one in plans)
@@ -175,24 +176,25 @@ def check(task: Task, child: Child, judge: Judge, file: str) -> tuple[Measuremen
     try:
         answer = child.ask(limit_of(task), do="check", file=file)
     except ChildError as error:
-        return Measurement(task, f"failed: {error}", hung=error.hung), 0.0  # 0.0: not used, as it is not timed
+        return Measurement(task, f"failed: {error}", hung=error.hung), 0.0  # 0.0 is not used
     with np.load(file) as results:
         verdict = judge.judge(dict(results), CASES[task.case].passes[task.which])
-    status = f"refused: {verdict.refusal}" if verdict.refusal else "memory only"  # until `take_turn`
+    status = f"refused: {verdict.refusal}" if verdict.refusal else "memory only"  # until it is timed
     memory = {name: answer[name] for name in ("peak", "mlx_peak", "threads")}
     return Measurement(task, status, verdict, **memory), answer["once"]
 
 
 def limit_of(task: Task) -> float:
-    """Return after how many seconds a run of a task counts as hung: LIMIT, and the time of a slow machine, which needs
-    10 ms for each step and computes 1e9 multiplications and additions per second."""
+    """Return the number of seconds after which a run of a task counts as hung: LIMIT, plus the time of a very slow
+    machine, which needs 10 ms for each step and computes 1e9 multiplications and additions per second."""
     T, B, I, H = task.size
     products = 3 * 2 * T * B * 4 * H * (I + H)  # of an LSTM: forward, and twice as many backward
     return LIMIT + 0.01 * T + products / 1e9
 
 
 def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Measurement:
-    """Time an implementation for one more turn. Return the measurement with the new times added."""
+    """Time an implementation in its process for one more turn. Return the measurement `row` with the new times
+    added."""
     wait_until_quiet(patience)
     wall, busy = time.perf_counter(), busy_seconds()  # busy: CPU time of all processes
     try:
@@ -211,8 +213,8 @@ def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Me
 
 
 def wait_until_quiet(patience: float) -> None:
-    """Wait until other processes use less than QUIET cores for 0.1 s, but no longer than `patience` seconds. The system
-    counts CPU time in clock ticks, so one tick more is no sign of another process."""
+    """Wait until other processes use less than QUIET cores for 0.1 s, but no longer than `patience` seconds. One clock
+    tick more is allowed, because the system counts CPU time in ticks."""
     end = time.perf_counter() + patience
     while time.perf_counter() < end:
         before = busy_seconds()
@@ -226,7 +228,7 @@ def busy_seconds() -> float:
     from this machine. Without /proc/stat return 0."""
     try:
         with open("/proc/stat") as file:
-            # The two values left out are the time without work and the time of waiting for a disk.
+            # The two values that are left out are the idle time and the time of waiting for a disk.
             user, nice, kernel, _, _, *others = map(int, file.readline().split()[1:9])
     except OSError:
         return 0.0

@@ -1,5 +1,5 @@
-"""The short benchmark that is part of the command `check`: it times a training step of our layer and of
-`mlx.nn.LSTM` at a few sizes."""
+"""The short benchmark of the command `check`: it measures the time of a training step of our layer and of `mlx.nn.LSTM`
+at a few sizes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,8 +16,8 @@ from .rounds import Measurement, label, measure, ratio
 from .tasks import PASSES, Size, Task
 
 SETTLING = (
-    # The model assumes that the GPU waits while the host builds the graph. To check this, the time to build the graph
-    # and the time to evaluate it are measured separately.
+    # Each entry checks one assumption of the model that predicts times. The first assumption: the GPU waits while the
+    # host builds the graph. So the time to build the graph and the time to evaluate it are measured separately.
     (Size(64, 32, 64, 64), "fused", ("backward",), ("float32",)),
     # The model assumes that a step of `stepwise` waits for the weights of its matrix product. To check this, compare
     # the measured time of a step at this size with the predicted one.
@@ -29,21 +29,23 @@ SETTLING = (
     # in float16 by the time in float32, and compare with the predicted ratio.
     (Size(64, 32, 128, 128), "fused", ("backward",), ("float32", "float16")),
 )
-"""The measurements that answer open questions about the model of times in tests/machine_code, as (size, engine,
-passes, dtypes). The option `--full` makes them on a Mac's GPU."""
+"""The measurements that check the model in tests/machine_code, which predicts times on a Mac's GPU: (size, engine,
+passes, dtypes). The option `--full` makes them."""
 
 NAMES = {"forward": "forward", "backward": "forward and gradient"}
-"""What each pass is called in the printed lines."""
+"""The name of each pass in the printed lines."""
 
 SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
-"""Seconds to time each contender, its number of turns, and the seconds a turn waits for other processes to pause."""
+"""SECONDS: how long each implementation is timed. ROUNDS: its number of turns. QUIET: the seconds that a turn waits
+until other processes pause."""
 
 
 def measure_sizes(
     engines: Sequence[str], sizes: Sequence[Size], device: str, progress: Progress
 ) -> Iterator[list[Measurement]]:
-    """Yield the measurements of each size and pass, after the results were checked. What hung at one size is left out
-    at the next ones, because each wait takes minutes."""
+    """Check the results and measure the times of `engines` and of `mlx.nn.LSTM` at each size. Yield the measurements of
+    each size and pass. An engine that hung at one size is left out at the next sizes, because each wait takes
+    minutes."""
     hung: set[str] = set()
     for n, size in enumerate(sizes):
         progress.count(n, len(sizes))
@@ -62,8 +64,8 @@ def measure_sizes(
 
 
 def settle(engines: Sequence[str], progress: Progress) -> Iterator[list[Measurement]]:
-    """Yield additional measurements that only a Mac can make. Each of them checks an assumption of the model in
-    tests/machine_code, which predicts the time of a step. `SETTLING` lists the measurements with their questions."""
+    """Yield the measurements in `SETTLING`, which only a Mac can make. Each of them checks an assumption of the model
+    in tests/machine_code, which predicts times."""
     for size, engine, passes, dtypes in SETTLING:
         for dtype in dtypes if engine in engines else ():
             progress.title = f"timing, for the model: {size}"
@@ -75,7 +77,7 @@ def settle(engines: Sequence[str], progress: Progress) -> Iterator[list[Measurem
 
 
 def records(groups: Sequence[Sequence[Measurement]]) -> list[dict[str, Any]]:
-    """Return the figures of all measurements as a list of dicts, for a report."""
+    """Return the figures of all measurements as a list of dicts for the report, one dict per measurement."""
     return [csv_record(row, references(rows)) for rows in groups for row in rows]
 
 

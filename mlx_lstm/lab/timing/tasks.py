@@ -1,5 +1,5 @@
-"""Types for the benchmark: sizes, passes, tasks and contenders (implementations to measure). Also the sizes of the
-case `lstm`."""
+"""The types of the benchmark: sizes, tasks and contenders (implementations to measure). Also the passes and sizes of
+the benchmark case `lstm`."""
 
 import argparse
 from collections.abc import Callable
@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from ...oracle.arithmetic import Tensors
 
 PASSES = {"forward": ("h",), "backward": ("h", "dx", "dWx", "dWh", "db")}
-"""The names of the tensors that each pass computes. The pass `backward` includes the forward pass."""
+"""The passes of the benchmark case `lstm`, each with the names of the results that it computes. The pass `backward`
+includes the forward pass."""
 
 
 class Size(NamedTuple):
-    """Sizes of a problem: time steps T, batch B, input width I, hidden width H."""
+    """The sizes of a problem: T time steps, B sequences in a batch, I inputs, H hidden units."""
 
     T: int
     B: int
@@ -35,8 +36,8 @@ def parse_size(text: str) -> Size:
 
 
 def size_option(text: str) -> Size:
-    """Parse an option's value of the form T,B,I,H and return the `Size`. For a wrong value raise argparse's own
-    error, since argparse prints the text of this error only."""
+    """Parse an option's value of the form T,B,I,H and return the `Size`. For a wrong value raise argparse's own error
+    class: only of this class does argparse print the text."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -57,19 +58,18 @@ class Task(NamedTuple):
     dtype: str = "float32"
     device: str = "cpu"  # device of the MLX contenders
     case: str = "lstm"  # one of cases.CASES
-    # `checkpoint_every` of our contender: save the states of every so many steps only, or "auto"; None saves all.
+    # The option `checkpoint_every` of our layer: a number of steps, "auto", or None.
     every: int | str | None = None
 
 
 class Work(NamedTuple):
     """A task that is ready to run in this process.
 
-    `run` runs the task once and returns when every result is computed. `build`, if there is one, is the first part of
-    `run`: it builds the graph that `mx.eval` then computes, so that both parts can be timed separately. `tensors`
-    converts what `run` returned to float32 NumPy arrays with the names in the case's `passes`; in the case `lstm` these
-    are h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. `threads` is the number of threads that the
-    framework reports. `slept` returns the seconds that the latest run slept; they are subtracted from the time of the
-    run.
+    run: runs the task once and returns when every result is computed. build: the first part of `run`, which builds the
+    graph that `mx.eval` then computes, so that both parts can be timed separately; None for a library without a graph.
+    tensors: converts the results of `run` to float32 NumPy arrays with the names in the case's `passes`; in the case
+    `lstm` these are h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. threads: the number of threads that
+    the framework reports. slept: returns the seconds that the latest run slept, which do not count as time of the run.
     """
 
     run: Callable[[], Any]
@@ -80,8 +80,8 @@ class Work(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """An implementation to measure: its printed name, the module that must be installed, and the function that
-    prepares a task."""
+    """An implementation to measure. label: its printed name. needs: the module that must be installed. prepare: a
+    function that takes the random inputs and a task, and returns the task ready to run."""
 
     label: str
     needs: str

@@ -1,13 +1,13 @@
-"""Run one contender (an implementation) in a separate process, which answers requests of `rounds`:
+"""Run one contender (an implementation) in a process that does nothing else. It answers two kinds of requests:
 
     {"do": "check", "file": F}                   run once, save the results to F (.npz); answer the run's time and
                                                  the peak memory
     {"do": "time", "seconds": S, "warmups": N}   run N times untimed, then timed until S seconds have passed; answer
                                                  each run's seconds and the CPU time of the whole turn
 
-Between requests the process waits in a blocking read. It answers only after SETTLE seconds, when its threads have
-stopped spinning (waiting in a busy loop). Every answer also contains the CPU time that the process used while it should
-have been idle.
+Between requests the process waits in a blocking read. It answers only after SETTLE seconds, when the threads of the
+libraries have stopped spinning (waiting in a busy loop), so that they do not disturb the next process. An answer to
+"time" also contains the CPU time that this process used while it should have been idle.
 """
 
 import ctypes
@@ -25,17 +25,17 @@ import numpy as np
 from .cases import CASES, find_contender
 from .tasks import Size, Task, Work
 
-SETTLE = 0.25  # seconds to wait until threads sleep; NumPy's OpenBLAS lets them spin for 0.1 s, torch for less
-SHORT = 3.0  # seconds; a first run that takes less is mostly set-up, so a second run is timed instead
+SETTLE = 0.25  # seconds until threads sleep; those of OpenBLAS spin for 0.1 s, those of torch for less
+SHORT = 3.0  # seconds; a shorter first run is mostly set-up, so a second run is timed
 
 
 def answers(text: str) -> Callable[..., dict[str, Any]]:
-    """Return the function that answers a request about a task, which `json.dumps(task)` has converted to `text`."""
+    """Return the function that answers requests about a task. text: the task as JSON."""
     contender, engine, size, *rest = json.loads(text)
     task, workers = Task(contender, engine, Size(*size), *rest), list[Worker]()
 
     def answer(do: str, **request: Any) -> dict[str, Any]:
-        if not workers:  # at the first request, so that an error is answered
+        if not workers:  # made at the first request, so that an error becomes an answer
             workers.append(Worker(task))
         return {"check": workers[0].check, "time": workers[0].time}[do](**request)
 
@@ -58,9 +58,9 @@ class Worker:
         self.idle_cpu: float = 0.0
 
     def check(self, file: str) -> dict[str, Any]:
-        """Run the task and save its results to a file. The answer contains the peak of memory during this run in bytes,
-        without the memory of the inputs: `peak` of the process, `mlx_peak` of MLX alone; and `once`, the seconds that a
-        run takes. After a short first run, which is mostly set-up, that is the time of a second one."""
+        """Run the task once and save its results to a file. The answer contains the peak of the memory in bytes during
+        this run, without the inputs: `peak` for the process, `mlx_peak` as MLX counts it. It also contains `once`, the
+        seconds of a run. If the first run is short, it is mostly set-up, and a second run is timed."""
         release_memory()
         memory = PeakMemory()
         once, _, results = self.run()
@@ -71,13 +71,13 @@ class Worker:
         if once < SHORT:
             once, *_ = self.run()
         answer = {"once": once, "peak": peak, "mlx_peak": mlx_peak, "threads": self.work.threads}
-        self.pause()  # here begins the time that counts as idle
+        self.pause()  # the idle time begins here
         return answer
 
     def time(self, seconds: float, warmups: int) -> dict[str, Any]:
-        """Run the task for this number of seconds, at least once, after `warmups` untimed runs. The answer contains the
-        seconds of each timed run and, if the task builds a graph, the seconds that building took; `cpu`, the CPU time
-        of the whole turn with its pause, which the caller sees; `idle_cpu`, the CPU time per second between turns."""
+        """Run the task for this number of seconds, at least once, after `warmups` untimed runs. In the answer,
+        `samples` has the seconds of each timed run, `builds` the seconds to build its graph, if the task has one, `cpu`
+        the CPU time of the whole turn, and `idle_cpu` the CPU time per second between turns."""
         self.resume()
         start = time.process_time()
         for _ in range(warmups):
@@ -106,21 +106,21 @@ class Worker:
         return seconds if self.work.slept is None else seconds - self.work.slept(), built, results
 
     def pause(self) -> None:
-        """Wait until the threads of the libraries have stopped spinning. Then note the time and the CPU time used so
-        far."""
+        """Wait until the threads of the libraries have stopped spinning. Then note the time and the CPU time of this
+        process: the idle time begins."""
         time.sleep(SETTLE)
         self.idle_since = time.perf_counter(), time.process_time()
 
     def resume(self) -> None:
-        """Add the time since `pause` to the idle time, and the CPU time used since then to the idle CPU time."""
+        """End the idle time that began with `pause`: add its length, and the CPU time used in it, to the totals."""
         wall, cpu = self.idle_since
         self.idle_wall += time.perf_counter() - wall
         self.idle_cpu += time.process_time() - cpu
 
 
 def release_memory() -> None:
-    """Return free memory to the system. Otherwise the next run could reuse the memory and would seem to need less.
-    Only glibc has a function that returns malloc's free memory."""
+    """Return free memory to the system. Otherwise the next run could reuse it and would seem to need less memory. On
+    systems without glibc, malloc keeps its free memory."""
     gc.collect()
     mx.clear_cache()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -129,7 +129,8 @@ def release_memory() -> None:
 
 
 class PeakMemory:
-    """Measures two peaks of memory since the object was made: the process's resident memory, and MLX's own count.
+    """Measures two peaks of memory since this object was made: of the process's resident memory, and of MLX's own
+    count.
 
     On Linux the kernel's peak is reset first, so the result is the peak above the memory that is resident now. Other
     systems cannot reset the peak. There the result is the increase over the earlier peak, which may be too small,
@@ -141,7 +142,7 @@ class PeakMemory:
         self.mlx_start: int = mx.get_active_memory()
         try:
             with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")  # 5: reset VmHWM, the peak
+                file.write("5")  # "5" resets the peak, VmHWM
             self.start: int = linux_memory("VmRSS")
         except OSError:
             self.start = highest_resident()
@@ -163,6 +164,6 @@ def highest_resident() -> int:
 
 
 def linux_memory(field: str) -> int:
-    """Return a field of /proc/self/status in bytes."""
+    """Return a memory figure of this process in bytes, such as "VmRSS". field: its name in /proc/self/status."""
     with open("/proc/self/status") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(f"{field}:"))

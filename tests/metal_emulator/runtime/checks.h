@@ -79,9 +79,10 @@ static inline void note_read(Cell* cell, const Access& a) {
   if (fresh && a.memory == kDeviceMemory && (flags & kRead) && cell->read_epoch < dispatch.group_epoch[kDeviceMemory])
     flags |= kOtherGroupRead;
   bool one_simdgroup = !(flags & kManySimdgroups) && cell->reader / kLanes == current->simdgroup;
-  // Forget earlier reads and record only this read in two cases: no thread has read since the last threadgroup barrier;
-  // or only threads of this simdgroup have, all before its last simdgroup barrier. The earlier reads are not needed: a
-  // write by another simdgroup that races with one of them also races with this read.
+  // Forget earlier reads and record only this read in two cases: no thread has read since the last threadgroup barrier
+  // (`fresh`), or only threads of this simdgroup have read, all before its last simdgroup barrier. The earlier reads
+  // are not needed any more, because a write by another simdgroup that races with one of them also races with this
+  // read.
   bool restart = fresh || (one_simdgroup && cell->read_simd_epoch < simd_epoch);
   if (restart) {
     flags &= ~(kManyReaders | kManySimdgroups | kAtomicRead);

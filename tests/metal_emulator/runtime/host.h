@@ -95,7 +95,8 @@ EXPORT void emu_options(u32 order, u32 seed, u32 noise, u32 strict_exit, u32 thr
   dispatch.strict_exit = strict_exit;
   dispatch.threadgroup_limit = threadgroup_limit;
 }
-// Which of its damages a kernel runs with (../mutations.py). Sets the number if `number` is not negative. Returns it.
+// Selects the damage with which a kernel runs, by its number (../mutations.py). Sets the number if `number` is not
+// negative, and returns the number that is set.
 EXPORT int chosen_damage(int number) {
   static int chosen;
   if (number >= 0) chosen = number;

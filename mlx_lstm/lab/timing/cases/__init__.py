@@ -1,4 +1,4 @@
-"""The benchmark cases, each with its sizes, passes and contenders (implementations to measure)."""
+"""All benchmark cases, each with its sizes, passes and contenders (implementations to measure)."""
 
 import importlib
 import importlib.util
@@ -20,10 +20,10 @@ class BenchCase(NamedTuple):
     """A benchmark case: one computation that several contenders (implementations) run.
 
     sizes: the sizes measured by default.
-    passes: the names of the tensors that each pass ("forward", "backward") of the case computes.
+    passes: the passes of the case, such as "forward", each with the names of the results that it computes.
     default_passes: the passes measured by default.
     contenders: the implementations, by their name on the command line.
-    references: the contenders by whose time all other times are divided.
+    references: the contenders by whose times the times of all others are divided.
     draw: draw(size, dtype) returns random inputs.
     judge: judge(inputs, dtype, backward=) returns a `Judge`, which compares results with float64.
     cell, bidirectional: the cell, and whether there are two directions. The choice of an engine depends on both.
@@ -89,8 +89,8 @@ CASES = {
 
 
 def find_contender(name: str, case: str = "lstm") -> Contender:
-    """Return an implementation to measure: a contender of a benchmark case by its name, or the attribute of any
-    module, named "module:attribute"."""
+    """Return the contender (implementation to measure) with this name. It is a contender of a benchmark case or, for a
+    name "module:attribute", an object `Contender` in a module of the user."""
     known = CASES[case].contenders
     if name in known:
         return known[name]

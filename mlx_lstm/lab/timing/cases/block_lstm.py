@@ -1,5 +1,5 @@
-"""The benchmark case `block_lstm`: `mlx_lstm.tf` against TensorFlow's raw ops on the CPU, computing all outputs of
-both ops.
+"""The benchmark case `block_lstm`: `mlx_lstm.tf` against TensorFlow's raw ops on the CPU. All outputs of the forward op
+and of the gradient op are computed.
 
 The LSTM, its arrays and the comparison with float64 are the same as in the case `lstm`, except that TensorFlow's ops
 add 1 to the forget gate's preactivation. There is no clip and no peephole.
@@ -25,8 +25,8 @@ Op = Callable[..., Any]
 
 
 def judge_block_lstm(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
-    """Return a `Judge`, which compares results with float64. The results are those of the LSTM with the forget bias
-    added to b."""
+    """Return a `Judge`, which compares results with float64. Its exact results are those of an LSTM with the forget
+    bias added to b."""
     b = numbers["b"].copy()
     H = len(b) // 4
     b[H : 2 * H] += FORGET_BIAS
@@ -34,14 +34,15 @@ def judge_block_lstm(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
 
 
 def in_order(blocks: np.ndarray, order: str, new_order: str) -> np.ndarray:
-    """Return an array whose four gate blocks along axis 0 are moved to another gate order."""
+    """Return an array whose four blocks along axis 0, one per gate, are moved from the gate order `order` to
+    `new_order`."""
     parts = dict(zip(order, np.split(blocks, 4), strict=True))
     return np.concatenate([parts[gate] for gate in new_order])
 
 
 def op_arrays(numbers: Tensors) -> Tensors:
-    """Return the arguments of the TensorFlow ops: x [T, B, I], w [I + H, 4H], b [4H], zeros as states and peepholes,
-    the cotangents."""
+    """Return the arrays that TensorFlow's ops take, by name: x [T, B, I], w [I + H, 4H], b [4H], zeros for states and
+    peepholes, and the cotangents."""
     T, B, H = numbers["dh"].shape
     weights = np.concatenate([numbers["Wx"], numbers["Wh"]], axis=1)
     zeros = {name: np.zeros((B, H), np.float32) for name in ("cs_prev", "h_prev")}
@@ -52,8 +53,9 @@ def op_arrays(numbers: Tensors) -> Tensors:
 
 
 def prepare(ops: tuple[Op, Op], given: dict[str, Any], as_numpy: Callable[[Any], Array], task: Task) -> Work:
-    """Return a forward op and its gradient op, of TensorFlow or equal to them, ready to run one after the other. given:
-    the arrays of `op_arrays` and the other arguments of both ops."""
+    """Return a task that runs a forward op and then its gradient op. ops: both ops, of TensorFlow or of this package.
+    given: the arrays of `op_arrays` in the framework of the ops, and other arguments of both ops. as_numpy: converts an
+    array to NumPy."""
     cotangents = {name: given.pop(name) for name in ("cs_grad", "h_grad")}
     given |= {"use_peephole": False}
 
@@ -73,7 +75,7 @@ def prepare(ops: tuple[Op, Op], given: dict[str, Any], as_numpy: Callable[[Any],
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.tf.block_lstm` and `block_lstm_grad`, prepared with the given arrays and ready to run."""
+    """Return the task for `mlx_lstm.tf.block_lstm` and `block_lstm_grad` with these arrays, ready to run."""
     from mlx_lstm import tf
 
     arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in op_arrays(numbers).items()}
@@ -90,7 +92,7 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_tensorflow(numbers: Tensors, task: Task) -> Work:
-    """Return `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU, prepared with the given arrays and ready to run."""
+    """Return the task for `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU with these arrays, ready to run."""
     import tensorflow as tf
 
     tf.config.set_visible_devices([], "GPU")

@@ -12,18 +12,18 @@ from ..tasks import Contender, Size, Task, Work
 
 
 def draw(size: Size, dtype: str) -> Tensors:
-    """Return random x, Wx, Wh, b, time-major and in gate order ifgo, and the cotangent dh of h, as float32 arrays
-    with values that `dtype` can represent."""
+    """Return random arrays by name: x [T, B, I], Wx, Wh, b in the gate order ifgo, and the cotangent dh of h. They are
+    float32 arrays with values that `dtype` can represent."""
     H = size.H
     return drawn(size, dtype, {"Wx": (4 * H, size.I), "Wh": (4 * H, H), "b": (4 * H,)})
 
 
 def drawn(size: Size, dtype: str, weights: dict[str, tuple[int, ...]], directions: int = 1) -> Tensors:
-    """Return random x [T, B, I], weights of these shapes by name, and dh [T, B, directions * H], as float32 arrays with
-    values that `dtype` can represent."""
+    """Return random arrays by name: x [T, B, I], the weights, and dh [T, B, directions * H]. They are float32 arrays
+    with values that `dtype` can represent. weights: {name: shape}."""
     rng = np.random.default_rng(0)
-    T, B, width, H = size
-    numbers = {"x": rng.standard_normal((T, B, width), np.float32)}
+    T, B, I, H = size
+    numbers = {"x": rng.standard_normal((T, B, I), np.float32)}
     for name, shape in weights.items():
         numbers[name] = ((2 * rng.random(shape, np.float32) - 1) / np.sqrt(H)).astype(np.float32)
     numbers["dh"] = rng.standard_normal((T, B, directions * H), np.float32)
@@ -31,7 +31,7 @@ def drawn(size: Size, dtype: str, weights: dict[str, tuple[int, ...]], direction
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Return this package's `lstm`, time-major, on the task's engine, ready to run. The pass "forward" is inference."""
+    """Return the task for `mlx_lstm.lstm` on the task's engine, ready to run. The pass "forward" is inference."""
     from mlx_lstm import lstm
 
     def forward(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
@@ -42,8 +42,8 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """Return `mlx.nn.LSTM`, ready to run. It is batch-major: x and dh are converted to [B, T, .] before the timed
-    runs."""
+    """Return the task for `mlx.nn.LSTM`, ready to run. This layer takes the batch first, so x and dh are converted to
+    [B, T, .] before the timed runs."""
     import mlx.nn as nn
 
     layer = nn.LSTM(task.size.I, task.size.H)
@@ -60,9 +60,9 @@ def prepare_mlx(numbers: Tensors, task: Task) -> Work:
 
 
 def in_mlx(forward: Callable[..., mx.array], numbers: Tensors, task: Task) -> Work:
-    """Return an MLX function from arrays to h, ready to run. numbers: the arrays by name, in the order of the
-    function's parameters, and dh. In the pass "backward" the gradients of all arrays come from `mx.vjp`, without a
-    loss."""
+    """Return the task for a function of MLX arrays that returns h, ready to run. numbers: the function's arguments by
+    name, in the order of its parameters, and dh, the cotangent of h. In the pass "backward" `mx.vjp` computes the
+    gradients of all arguments."""
     arrays = {n: mx.array(np.ascontiguousarray(array)).astype(DTYPES[task.dtype]) for n, array in numbers.items()}
     mx.eval(arrays)
     dh = arrays.pop("dh")
@@ -85,12 +85,14 @@ def in_mlx(forward: Callable[..., mx.array], numbers: Tensors, task: Task) -> Wo
 
 
 def h_and_gradients(inputs: list[str], results: list[Array]) -> Tensors:
-    """Return the results of a pass by name: h and, if there are more, the gradients of the inputs of these names."""
+    """Return the results of a pass by name: h and, if there are further results, the gradients of the inputs
+    `inputs`."""
     return dict(zip(["h", *(f"d{name}" for name in inputs)], results, strict=len(results) > 1))
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """Return `torch.nn.LSTM` on the CPU, time-major, ready to run. bias_ih = b; bias_hh = 0 and needs no gradient."""
+    """Return the task for `torch.nn.LSTM` on the CPU, ready to run. torch's bias_ih is b; its bias_hh is 0, without a
+    gradient."""
     import torch
 
     layer: Any = torch.nn.LSTM(task.size.I, task.size.H)
@@ -99,9 +101,10 @@ def prepare_torch(numbers: Tensors, task: Task) -> Work:
 
 
 def in_torch(layer: Any, parameters: dict[str, str], numbers: Tensors, task: Task) -> Work:
-    """Return a layer of torch on the CPU, time-major, ready to run. parameters: the layer's name for each weight.
+    """Return the task for a layer of torch on the CPU, ready to run. parameters: torch's name for each weight.
 
-    Forward runs under `no_grad`; gradients come from `torch.autograd.grad`, which does not add them to `.grad`.
+    The pass "forward" runs under `no_grad`. In the pass "backward" `torch.autograd.grad` computes the gradients; unlike
+    `backward` it does not spend time on adding them to `.grad`.
     """
     import torch
 

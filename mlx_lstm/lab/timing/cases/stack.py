@@ -1,8 +1,8 @@
-"""The benchmark cases `cudnn_lstm` and `cudnn_gru`: two bidirectional layers, LSTM or GRU, with two biases each,
-`mlx_lstm.cudnn` against torch on the CPU.
+"""The benchmark cases `cudnn_lstm` and `cudnn_gru`: `mlx_lstm.cudnn` against torch on the CPU, with two bidirectional
+layers, LSTM or GRU, that have two biases each.
 
-The names of arrays end as in torch, to say the layer and direction: "_l0", "_l0_reverse", "_l1", "_l1_reverse". `fl` is
-the arithmetic of the float64 oracle, a `Rounding`: fl(value) rounds the result of one operation to its dtype.
+As in torch, the end of an array's name is its layer and direction: "_l0", "_l0_reverse", "_l1", "_l1_reverse". `fl` is
+the arithmetic of the float64 oracle, a `Rounding`: fl(value) rounds the result of one operation to a dtype.
 """
 
 from functools import partial
@@ -22,10 +22,10 @@ from .lstm import drawn, in_mlx, in_torch
 SIZES = (Size(128, 32, 128, 128), Size(64, 16, 256, 256))
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell()}
 SUFFIXES = (("_l0", "_l0_reverse"), ("_l1", "_l1_reverse"))
-"""The endings of the arrays' names: for each layer those of both directions."""
+"""The ends of the arrays' names, by layer and direction."""
 ALL = tuple(suffix for suffixes in SUFFIXES for suffix in suffixes)
 NAMES = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "bh": "bias_hh"}
-"""The weights of a direction, with torch's names."""
+"""torch's name for each weight of a direction."""
 
 PASSES = {"forward": ("h",), "backward": ("h", "dx", *(f"d{name}{suffix}" for suffix in ALL for name in NAMES))}
 
@@ -34,8 +34,8 @@ PACKED = [name + suffix for pair in (("Wx", "Wh"), ("b", "bh")) for suffix in AL
 
 
 def draw(cell: str, size: Size, dtype: str) -> Tensors:
-    """Return random x [T, B, I], dh [T, B, 2H], and for every layer and direction Wx, Wh, b, bh in torch's gate
-    order."""
+    """Return random arrays by name: x [T, B, I], the cotangent dh [T, B, 2H], and for every layer and direction Wx, Wh,
+    b, bh in torch's gate order."""
     rows, H, shapes = CELLS[cell].gates * size.H, size.H, {}
     for layer, suffixes in enumerate(SUFFIXES):
         for suffix in suffixes:
@@ -48,16 +48,16 @@ def draw(cell: str, size: Size, dtype: str) -> Tensors:
 
 
 def judge_stack(cell: str, numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
-    """Return a `Judge`, which compares results with float64, for two bidirectional layers of this cell, "lstm" or
-    "gru"."""
+    """Return a `Judge`, which compares the results of two bidirectional layers with float64. cell: "lstm" or "gru"."""
     return judge_layer(numbers, dtype, backward=backward, evaluate=partial(evaluate, cell))
 
 
 def evaluate(cell: str, numbers: Tensors, fl: Rounding, *, backward: bool) -> Tensors:
-    """Return h [T, B, 2H] of the upper layer and, with `backward`, dx and dWx, dWh, db, dbh by layer and direction."""
+    """Return the results of both layers by name: h [T, B, 2H] of the upper layer and, with `backward`, dx and for each
+    layer and direction dWx, dWh, db, dbh."""
     lower, upper = (layer(cell, numbers, suffixes, fl) for suffixes in SUFFIXES)
-    # `evaluate_case` returns (outputs, gradients) of a layer. The gradient of the upper layer's x is that of the lower
-    # layer's h.
+    # `evaluate_case` returns (outputs, gradients) of a layer. The upper layer's x is the lower layer's h, so the
+    # gradient of this x is the cotangent for the lower layer.
     upper["x"] = evaluate_case(lower | {"x": numbers["x"]}, None, fl)[0]["h"]
     outputs, above = evaluate_case(upper, {"h": numbers["dh"]} if backward else None, fl)
     results = {"h": outputs["h"]}
@@ -70,9 +70,8 @@ def evaluate(cell: str, numbers: Tensors, fl: Rounding, *, backward: bool) -> Te
 
 
 def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Rounding) -> Tensors:
-    """Return the arguments for the float64 oracle of one layer, without x. The two biases [2 directions, G H] are
-    added, except the recurrent bias of a GRU's candidate, which stays separate. This sum is an operation, so it is
-    rounded."""
+    """Return one layer's arguments for the float64 oracle, without x. The two biases [2 directions, G H] are added, and
+    the sum is rounded like the result of any operation. Only the recurrent bias of a GRU's candidate stays separate."""
     both = {name: [numbers[name + suffix] for suffix in suffixes] for name in NAMES}
     b, bh = (np.stack(both[name]).astype(np.float64) for name in ("b", "bh"))
     case = {"op": cell, "bidirectional": True, "Wx": np.concatenate(both["Wx"]), "Wh": np.stack(both["Wh"])}
@@ -84,7 +83,7 @@ def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Rounding) 
 
 
 def gradients_by_direction(gradients: Tensors, suffixes: tuple[str, str]) -> Tensors:
-    """Return dWx, dWh, db, dbh of each direction by name, from the oracle's gradients of a layer."""
+    """Split the oracle's gradients of a layer by direction. Return dWx, dWh, db, dbh of each direction, by name."""
     named = {}
     for d, suffix in enumerate(suffixes):
         dWx, db = (np.split(gradients[name], 2)[d] for name in ("Wx", "b"))
@@ -112,13 +111,13 @@ def from_buffer(buffer: np.ndarray, like: Tensors) -> Tensors:
 
 
 def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.cudnn.cudnn_rnn`, prepared with the given arrays and ready to run."""
+    """Return the task for `mlx_lstm.cudnn.cudnn_rnn` with these arrays, ready to run."""
     from mlx_lstm.cudnn import cudnn_rnn
 
     training = task.which == "backward"
     options = {"rnn_mode": cell, "direction": "bidirectional", "engine": task.engine, "is_training": training}
     state = mx.zeros((2 * 2, task.size.B, task.size.H), DTYPES[task.dtype])
-    mx.eval(state)  # h and c before the first step, of 2 layers in 2 directions
+    mx.eval(state)  # the first h and c of 2 layers in 2 directions
 
     def output(x: mx.array, params: mx.array) -> mx.array:
         return cudnn_rnn(x, state, state, params, **options).output
@@ -134,7 +133,7 @@ def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_torch(cell: str, numbers: Tensors, task: Task) -> Work:
-    """Return `torch.nn.LSTM` or `torch.nn.GRU` on the CPU, time-major, ready to run."""
+    """Return the task for `torch.nn.LSTM` or `torch.nn.GRU` on the CPU, ready to run."""
     import torch
 
     layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell]

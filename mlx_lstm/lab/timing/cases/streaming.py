@@ -1,10 +1,10 @@
-"""The benchmark case `streaming`: inference of T steps in T calls, each of which continues from the last call's
-states.
+"""The benchmark case `streaming`: inference of T steps in T calls. Each call continues from the states of the call
+before.
 
 The results of each call are evaluated before the next call. In the pass `paced` each frame (the input of one step)
 arrives `PAUSE` seconds after the results of the frame before, as from a microphone. The measured time does not include
-the pauses. The LSTM, its arrays and the comparison with float64 are the same as in the case `lstm`, because T single
-steps must give the result of the whole sequence.
+the pauses. T single steps must give the result of the whole sequence, so the LSTM, its arrays and the comparison with
+float64 are the same as in the case `lstm`.
 """
 
 import time
@@ -34,9 +34,9 @@ def streamed(
     task: Task,
     wait: Callable[..., object] = lambda *results: None,
 ) -> Work:
-    """Return a layer that runs one time step per call, ready to be timed. `call(frame, state)` must return (h, next
-    state). A frame is the input of one step. state: the first state of each run. wait: waits until the results of a
-    call are computed. In the pass "paced" a run sleeps before each frame, as if it came from a microphone."""
+    """Return a task that runs one time step per call. frames: the inputs of the steps. call: a function (frame, state)
+    -> (h, next state) that runs one step. state: the first state of each run. as_numpy: converts h to NumPy. wait: a
+    function that waits until the results of a call are computed. In the pass "paced" a run sleeps before each frame."""
     pause, slept = PAUSE if task.which == "paced" else 0.0, [0.0]
 
     def run() -> list[Any]:
@@ -58,9 +58,9 @@ def streamed(
 
 
 def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
-    """Return the work to be timed: an MLX layer with these weights runs one time step per call. call: a function
-    (frame, states) -> (h, new states) that runs the layer once. state: the shape of h and of c. axis: where a frame,
-    the input of one step, needs a time axis of size 1, or None if it needs none."""
+    """Return the task for an MLX layer with these weights, which runs one time step per call. call: a function (frame,
+    states) -> (h, new states) that runs one step. state: the shape of h and of c. axis: the position of the time axis
+    of size 1 that `call` needs in a frame (the input of one step), or None."""
     layer.update({name: mx.array(array) for name, array in weights.items()})
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()
@@ -73,7 +73,7 @@ def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.nn.LSTM`, ready to be timed. Its method `step` computes one time step per call."""
+    """Return the task for `mlx_lstm.nn.LSTM`, ready to be timed. Its method `step` computes one time step per call."""
     from mlx_lstm.nn import LSTM
 
     layer = LSTM(task.size.I, task.size.H, engine=task.engine)
@@ -86,15 +86,15 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_stepper(numbers: Tensors, task: Task) -> Work:
-    """Return a stepper of `mlx_lstm.nn.LSTM`, ready to be timed. A stepper keeps its states inside, so it is reset
-    before each run. It is made once, at the first run, so that the time of making it is not measured."""
+    """Return the task for a stepper of `mlx_lstm.nn.LSTM`, ready to be timed. A stepper holds its states, so it is
+    reset before each run. It is made once, at the first run, so that the time of making it is not measured."""
     from mlx_lstm.nn import LSTM, Stepper
 
     layer = LSTM(task.size.I, task.size.H)
     made: list[Stepper] = []
 
     def call(frame: mx.array, state: tuple[mx.array, ...]) -> tuple[mx.array, tuple[mx.array, ...]]:
-        if state:  # `in_mlx` passes a state to the first call of a run only: then reset the stepper
+        if state:  # only the first call of a run gets a state: then reset the stepper
             made[:] = made or [layer.stepper(task.size.B)]
             made[0].reset()
         return made[0](frame), ()
@@ -103,8 +103,8 @@ def prepare_stepper(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """Return `mlx.nn.LSTM`, ready to be timed. It returns the states of all time steps; the states of the last step
-    are the inputs of the next call."""
+    """Return the task for `mlx.nn.LSTM`, ready to be timed. This layer returns the states of all its time steps; the
+    states of the last step are passed to the next call."""
     from mlx.nn import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
@@ -122,22 +122,23 @@ def mlx_weights(numbers: Tensors) -> Tensors:
 
 
 def torch_weights(numbers: Tensors) -> Tensors:
-    """Return the weights by the names of torch's parameters; bias_hh = 0."""
+    """Return the weights by the names of torch's parameters. torch's second bias, bias_hh, is 0."""
     b = numbers["b"]
     return {"weight_ih_l0": numbers["Wx"], "weight_hh_l0": numbers["Wh"], "bias_ih_l0": b, "bias_hh_l0": 0 * b}
 
 
 def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
-    """Return `mlx_lstm.torch.LSTM`, on the engine that it chooses, ready to run one time step per call."""
+    """Return the task for `mlx_lstm.torch.LSTM`, ready to run one time step per call on the engine that the layer
+    chooses."""
     from mlx_lstm.torch import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
-    state = (1, task.size.B, task.size.H)  # as torch's states, with an axis for layers and directions first
+    state = (1, task.size.B, task.size.H)  # layers and directions, batch, units
     return in_mlx(layer, torch_weights(numbers), layer, state, numbers, task, axis=0)
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """Return `torch.nn.LSTM` on the CPU, under `inference_mode`, ready to run one time step per call."""
+    """Return the task for `torch.nn.LSTM` on the CPU, under `inference_mode`, ready to run one time step per call."""
     import torch
 
     dtype = getattr(torch, task.dtype)
