@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 
-from ..ground.checks import FLOATS, check_option, fail
+from ..ground.checks import FLOATS, check_flag, check_integer, check_option, fail
 from . import tuning
 from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
 from .packing import Packing
@@ -130,7 +130,14 @@ def choose(
     """
     check_option(op, "dtype", dtype, FLOATS)
     check_option(op, "device", device, ("cpu", "gpu"))
-    T, B, _, H = sizes
+    check_flag(op, "metal", metal)
+    check_flag(op, "traced", traced)
+    cores = check_integer(op, "cores", cores, least=1)
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != 4:
+        fail(op, "sizes must be (T, B, I, H)", repr(sizes))
+    T, B, _, H = (
+        check_integer(op, f"size {name} of sizes", size, least=1) for name, size in zip("TBIH", sizes, strict=True)
+    )
     names = ("Wp",) if projection else ()
     # plain=True: the choice for a call outside of mx.grad, where the rule of `is_small_step` does not apply. limits:
     # the ordinary limits, with the caller's number of GPU cores. The second H of `Problem` is the width of h, on which
