@@ -628,6 +628,8 @@ def test_bad_arguments_of_the_other_ops():
         cudnn.cudnn_rnn(inputs[0], state.astype(mx.float16), *inputs[2:])
     with pytest.raises(ValueError, match="num_params must be 8 for these layers but got 9"):
         cudnn.cudnn_rnn_params_to_canonical(1, 5, 4, params, 9)
+    with pytest.raises(ValueError, match="num_params must be an integer"):
+        cudnn.cudnn_rnn_params_to_canonical(1, 5, 4, params, np.ones((2, 2)))
     with pytest.raises(ValueError, match="num_units must be an integer of at least 1 but got 0"):
         cudnn.cudnn_rnn_params_size(1, 0, 4)
     weights, biases = cudnn.cudnn_rnn_params_to_canonical(1, 5, 4, params, 8)

@@ -759,6 +759,7 @@ BAD = {
     "step": (lambda: recognise(MODULE, None, D, H), r"step must be a function, step\(x, state\) -> state, but got"),
     "D": (lambda: recognise(MODULE, STEP, 0, H), "D must be an integer"),
     "H": (lambda: recognise(MODULE, STEP, D, 1), "H must be an integer"),
+    "name": (lambda: recognise(MODULE, STEP, D, H, name=3), "name must be a str but got 3"),
     "sizes": (wrong_sizes, r"step must run for x \[B, D\] and the state \(h, c\) or h, each \[B, H\], but got"),
 }
 

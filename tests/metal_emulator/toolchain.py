@@ -187,9 +187,11 @@ def precompiled_shim(text: str, options: list[str]) -> Path:
             draft.write_text('#include "metal_stdlib.h"\n' + text)
             publish(draft, source)
             # The precompiled header must not contain the time stamp of its source: another process may write an
-            # identical source while this one uses the header.
+            # identical source while this one uses the header. It contains the instances of its templates, which clang
+            # would otherwise make again for every kernel.
             emit = [
                 "-fsyntax-only",
+                "-fpch-instantiate-templates",
                 "-Xclang",
                 "-fno-pch-timestamp",
                 "-Xclang",
