@@ -5,6 +5,7 @@ import bz2
 import io
 import json
 import os
+import re
 import signal
 import stat
 import struct
@@ -154,6 +155,19 @@ def test_a_legacy_file_with_an_external_link(tmp_path, capsys):
 
 
 # --- 2. ONNX with arrays in other files ------------------------------------------------------------------------------
+
+
+def test_an_encrypted_archive(tmp_path):
+    """Python's reader of zip files raises a RuntimeError for an encrypted file."""
+    path = tmp_path / "layer.npz"
+    convert.write(path, {"layer": layer()})
+    data = bytearray(path.read_bytes())
+    for header, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # of each array, and in the list of all arrays
+        for found in re.finditer(re.escape(header), data):
+            data[found.start() + flags] |= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="is truncated or damaged: RuntimeError"):
+        convert.read(path)
 
 
 def test_an_onnx_message_of_too_many_parts(monkeypatch):
