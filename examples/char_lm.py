@@ -85,9 +85,9 @@ class Settings(NamedTuple):
     dtype: str = "float32"
 
 
-# Settings that checkpoints of older versions lack, and the values that those versions used. `Run.write` does not store
-# a setting that has this value.
-YOUNG = {"dtype": "float32"}
+# The settings that were added later, so that old checkpoints lack them, and the values that old versions used.
+# `Run.write` does not store a setting that has this value.
+ADDED = {"dtype": "float32"}
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}  # no float16: it needs a scaled loss, see docs/training.md
 RANGES = {  # of each option that is a number: its lowest value, and the limit that it must stay below
     **dict.fromkeys(("steps", "batch", "window", "embedding", "hidden", "evaluations"), (1, math.inf)),
@@ -385,7 +385,7 @@ class Run:
         self.saved = self.step
 
     def write(self, path: Path) -> None:
-        settings = {name: value for name, value in self.settings._asdict().items() if YOUNG.get(name, ...) != value}
+        settings = {name: value for name, value in self.settings._asdict().items() if ADDED.get(name, ...) != value}
         about = {"settings": json.dumps(settings), "run": json.dumps(self.numbers())}
         mx.save_safetensors(str(path), self.arrays(), about)
 
@@ -433,7 +433,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         text = str(error).splitlines()[0] if str(error) else ""
         raise ValueError(f"it is no whole checkpoint ({type(error).__name__}: {text})") from None
-    settings = YOUNG | settings
+    settings = ADDED | settings
     any_engine = Settings()._replace(engine=settings.get("engine"))._asdict()
     check_alike("setting", settings, any_engine, lambda value: type(value).__name__)
     for name, rule in broken_ranges(settings):

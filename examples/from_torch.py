@@ -10,6 +10,7 @@ The example needs torch.
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -80,6 +81,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=2, metavar="L", help="number of layers (default: 2)")
     parser.add_argument("--save", metavar="FILE", help="write the weights under torch's names, .safetensors")
     arguments = parser.parse_args(argv)
+    if arguments.layers < 1:
+        parser.error("--layers must be at least 1")
+    if arguments.save and (Path(arguments.save).suffix != ".safetensors" or not Path(arguments.save).parent.is_dir()):
+        parser.error("--save must be a file name that ends in .safetensors, in a folder that exists")
     torch.manual_seed(0)
     theirs = layers[arguments.mode](24, 32, arguments.layers, bidirectional=True)
     print(ours := from_torch(theirs))

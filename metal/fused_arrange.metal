@@ -48,12 +48,12 @@ float weight_of(W Wh, int H, int unit, int block, int k) {
   return float(Wh[row * H + unit]);
 }
 
-// Find which 4 weights vector number `vector` of lane `index` holds, for the product that is divided among lanes: the
-// weights k ... k + 3 of `unit` and `block`. A lane's first vectors all have the same k: one vector for each gate of
-// its own unit, then one for each gate of unit (own ^ 1), (own ^ 2), ... (exclusive or). The vectors of the same units
-// and gates with the next k follow, and so on. The backward pass of a GRU whose reset comes before the product has two
-// products. There the vectors of the candidate's product come first, with `first` runs of 4 weights for each unit; then
-// come the vectors of the other two gates.
+// Find the 4 weights that vector number `vector` of lane `index` holds, for the product that is divided among lanes:
+// the weights k ... k + 3 of `unit` and `block`. A lane's first vectors all have the same k: one vector for each gate
+// of its own unit, then one for each gate of unit (own ^ 1), (own ^ 2), ... (exclusive or). The vectors of the same
+// units and gates with the next k follow, and so on. The backward pass of a GRU whose reset comes before the product
+// has two products. There the vectors of the candidate's product come first, with `first` runs of 4 weights for each
+// unit; then come the vectors of the other two gates.
 template <class Cell, int UNITS, bool BACK>
 void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, PER = BACK ? 1 : int(Cell::GATES);
@@ -68,10 +68,10 @@ void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& 
   }
 }
 
-// Find which 4 weights vector number `vector` of lane `index` holds, for the product with 8 x 8 matrices: the weights
-// k, k + 1, k + 8 and k + 9 of `unit` and `block` (backward: of all gates). The reason: a vector serves two matrices of
-// 8 columns each, and a lane holds two neighbouring numbers of each matrix, at row_of and column_of. A simdgroup has 8
-// units.
+// Find the 4 weights that vector number `vector` of lane `index` holds, for the product with 8 x 8 matrices: the
+// weights k, k + 1, k + 8 and k + 9 of `unit` and `block` (backward: of all gates). The reason: a vector serves two
+// matrices of 8 columns each, and a lane holds two neighbouring numbers of each matrix, at row_of and column_of. A
+// simdgroup has 8 units.
 template <class Cell, bool BACK>
 void place_in_matrices(int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int PER = BACK ? 1 : int(Cell::GATES);

@@ -66,9 +66,9 @@ struct Block {
   threadgroup float* sums;
 };
 
-// The argument Gates of a product whose weights are not divided by gates, such as Wp or the transposed Wh. A product
-// finds the H rows of a gate's weights at the position Gates::block(gate), which depends on the gate order of a cell.
-// Here all rows are one block at position 0.
+// The template argument Gates of a product whose weights are not divided by gates, such as Wp or the transposed Wh. A
+// product finds the H rows of a gate's weights at the position Gates::block(gate), which depends on the gate order of a
+// cell. Here all rows are one block at position 0.
 struct OneBlock {
   static constexpr int block(int) { return 0; }
 };
@@ -118,8 +118,8 @@ struct ItemsRow {
   A values;
 };
 
-// Read N numbers of the row as float, from number k behind the row's pointer on. (0.0f is for absent arrays; this one
-// exists.)
+// Read N numbers of the row as float, from number k on, counted from the row's pointer. (0.0f is for absent arrays;
+// this one exists.)
 template <int N, class A>
 void operands_at(thread const ItemsRow<A>& row, int k, thread float (&values)[N]) {
   take<N>(row.values, k, 0.0f, values);
@@ -138,7 +138,7 @@ struct Items {
 };
 
 // Let `row` point to the numbers of batch item b. The parameter without a name is the number of a segment (a part of
-// the terms); products with this operand have only one segment.
+// the terms); products with this operand have only one.
 template <class S>
 void find_row(thread const Items<S>& x, int b, int, thread ItemsRow<const device S*>& row) {
   row.values = x.first + b * x.pitch;
@@ -201,16 +201,16 @@ void take_blocks(A array, Index at, int pitch, thread float (&values)[SIZE], int
   for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, at + Index(k) * pitch, 0.0f);
 }
 
-// The argument Product of a kernel whose cell has no recurrent product. It only says that a threadgroup of 256 threads
-// computes ROWS batch items and COLUMNS units.
+// The template argument Product of a kernel whose cell has no recurrent product. It only says that a threadgroup of 256
+// threads computes ROWS batch items and COLUMNS units.
 template <int HEIGHT, int WIDTH>
 struct NoProduct {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };
 };
 
-// Fill a row up to 8 elements with zeros, from element `used` on. The launcher makes rows at least that long, because
-// MLX would pass a shorter array to the next kernel as `constant` instead of `device`. Only thread 0 of the threadgroup
-// (0, 0, 0) does this. group: the threadgroup's number.
+// Fill a row (the array that a launch writes) up to 8 elements with zeros, from element `used` on. The launcher makes
+// rows at least that long, because MLX would pass a shorter array to the next kernel as `constant` instead of `device`.
+// Only thread 0 of the threadgroup (0, 0, 0) does this. group: the threadgroup's number.
 template <class X>
 void pad_row(device X* row, Index used, uint3 group, int thread_index) {
   if (thread_index == 0 && group.x + group.y + group.z == 0)

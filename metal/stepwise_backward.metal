@@ -101,7 +101,8 @@ void move(thread FollowingRow<S, Arrays>& row, int n) {
   row.r = from(row.r, n);
 }
 
-// Read N numbers of the row as float, from number k behind its pointers on. Multiply those of a GRU's candidate by r.
+// Read N numbers of the row as float, from number k on, counted from the row's pointers. If they belong to a GRU's
+// candidate, multiply them by r.
 template <int N, class S, class Arrays>
 void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float (&values)[N]) {
   take<N>(row.dz, k, 0.0f, values);
@@ -143,7 +144,7 @@ int floats_of(thread const Arrays& a) { return (is_present(a.keep) ? 2 : 1) * CA
 //   width        how many columns the result has: units or, in stepwise_dh, numbers of h
 //   gate_width   how many numbers of dz each gate has
 //   own          the threadgroup's part of the result
-// The weights are not divided by gates: they are one block (OneBlock).
+// The weights are not divided by gates (OneBlock).
 template <class Cell, class Product, class S, class Arrays>
 void product_of_gradients(
     thread const Step& s, thread const Arrays& a, const device S* dz, int width, int gate_width,

@@ -77,8 +77,8 @@ void move(thread PreviousRow<S, Arrays>& row, int n) {
   row.mask = from(row.mask, n);
 }
 
-// Read N numbers mask * h_before as float, from number k behind the row's pointers on. Without a mask the factors are
-// 1.
+// Read N numbers mask * h_before as float, from number k on, counted from the row's pointers. Without a mask the
+// factors are 1.
 template <int N, class S, class Arrays>
 void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (&values)[N]) {
   float factors[N];
@@ -143,8 +143,8 @@ void stepwise_forward(
   const Index units = Index(B) * s.D * H, start = carried<S>(C * units);
   const Previous<S, Arrays> x = {h_of<S>(a.before, start, a.h_before), &a, &s};
   const Block own = {b0, j0, simdgroup, lane, sums};
-  // The product x Wh^T for all gates of the cell, from gate 0 on, with UNITS columns per gate and 1 segment per sum.
-  // rows_from returns the rows of Wh that belong to this direction.
+  // The product x Wh^T for all gates of the cell, from gate 0 on, with UNITS columns per gate. Each sum is computed in
+  // one part (1 segment). rows_from returns the rows of Wh that belong to this direction.
   if constexpr (Cell::PRODUCTS != 0)
     Product::template product<Cell, 0, UNITS, 1>(
         x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, product_length(s, a), own);
@@ -177,8 +177,9 @@ void stepwise_forward(
 
 // Compute h [B, D P] = m Wp^T of one step, for a projection Wp [D, P, H]. This kernel is the second launch of each
 // step. Here s.H is P, the number of columns of the product, and s.K is the number of units. m is in a.before, the row
-// of the step's first launch, behind its B D H floats of c. The weights Wp are one block (OneBlock), and each sum has 1
-// segment. The launch has a.numbers only if h is clipped, to the range from -numbers[2] to numbers[2].
+// of the step's first launch, behind its B D H floats of c. The weights Wp are not divided by gates (OneBlock), and
+// each sum is computed in one part (1 segment). The launch has a.numbers only if h is clipped, to the range from
+// -numbers[2] to numbers[2].
 template <class Product, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -35,7 +35,7 @@
 // First launch of a forward step: compute the gates r and z, and r * mask * h_before, the operand of the candidate's
 // product. a.after [3, B, D H] gets r * mask * h_before, r and z, in this order. The second launch reads this array as
 // `reset_row`. The product has the columns of the two gates r (number 0) and z, so UNITS is half of COLUMNS; each sum
-// has 1 segment. x: the operand mask * h_before. y: the gates r and z of a unit.
+// is computed in one part (1 segment). x: the operand mask * h_before. y: the gates r and z of a unit.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -71,8 +71,8 @@ void stepwise_gru_reset(
 // Second launch of a forward step: compute the candidate n and the new h, and write the row a.after: h [B, D H], then,
 // if SAVES, the gates [B, D 3H] for a backward pass. All are 0 past an item's end.
 //   reset_row   the row of the first launch, [3, B, D H]: r * mask * h_before (the operand x of the product), r, z
-//   N           the candidate's gate number. The product has only the candidate's columns; each sum has 1 segment.
-//               rows_from returns the 3 H rows of Wh that belong to this direction
+//   N           the candidate's gate number. The product has only the candidate's columns; each sum is computed in one
+//               part (1 segment). rows_from returns the 3 H rows of Wh that belong to this direction
 //   last, h     h before the step, and times `keep`
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_gru_candidate(
@@ -110,7 +110,7 @@ void stepwise_gru_candidate(
 //             before its multiplication by keep), then dz [B, D 3H], the gradients of the preactivations; for r only
 //             the cotangent so far
 //   after     a copy of now_row, with the gradient of r and the new carry
-//   weights   [D, H, H], the transposed Wh of the candidate: one block (OneBlock)
+//   weights   [D, H, H], the transposed Wh of the candidate, which is not divided by gates (OneBlock)
 //   x         the operand: the candidate's dz, from items_of, in rows of 3H numbers per direction
 //   carry     the gradient of h_before without the part that goes through the products of the gates r and z
 //   start     where dz begins in a row, behind the floats

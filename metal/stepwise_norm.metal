@@ -100,7 +100,7 @@ void sum_over_threadgroup(thread float (&of)[N], int simdgroup, int lane, thread
 // The first launch of a forward step: compute the recurrent products of all gates and units, x Wh^T with x = mask *
 // h_before, and write them to a.after [B, D G H] as floats. (The type of x, Previous, is in stepwise_forward.metal.)
 //   width      the number of columns of the product, G H per direction. Here the weights are not divided by gates
-//              (OneBlock), and each sum has 1 segment
+//              (OneBlock), and each sum is computed in one part (1 segment)
 //   b0, j0     the first batch item and column of the threadgroup; a `cell` is one number of the result
 //   start      where h begins in the previous row, behind the floats; h_of returns a pointer to it
 // pad_row fills a row up to 8 elements, because MLX would pass a shorter array in another address space.
@@ -262,7 +262,7 @@ void stepwise_norm_dh0(
 
 // Compute dm [B, D H] = dh_t Wp, the gradient of m, if there is a projection h = m Wp^T with Wp [K, H] per direction.
 // This launch runs between the two launches of a backward step. a.dh_now: the row with dh_t [B, D K]. a.weights: the
-// transposed Wp. They are not divided by gates (OneBlock), and each sum has 1 segment.
+// transposed Wp. They are not divided by gates (OneBlock), and each sum is computed in one part (1 segment).
 template <class Product, class S, class Arrays>
 void stepwise_norm_dm(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

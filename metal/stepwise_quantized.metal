@@ -129,8 +129,8 @@ struct QuantizedByLanes {
   // per lane. SHARE neighbouring lanes have weights of one quantization group. Their sums are added up first, then the
   // scale is applied. Only the first of these lanes has the scale; the others have 0, so their terms are 0. After the
   // last pass only the lanes with place 0, SHARE, 2 SHARE, ... have sums, and sum_of_team<8>(..., SHARE) adds them up.
-  // Quantized weights always have one segment. The barrier at the end separates the writes of `sums` from the reads by
-  // the threads that compute the cells.
+  // SEGMENTS is always 1 with quantized weights. The barrier at the end separates the writes of `sums` from the reads
+  // by the threads that compute the cells.
   //   first      the lane's first weight in a pass      partial   this lane's sums with scale and bias
   //   columns    where the lane reads next; in a pass they move forward by 8 COUNT weights
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, int BITS, int GROUP, class A, class T>
@@ -206,7 +206,8 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
 
 // Set this lane's column e (0 or 1) to row number `row` of the weights, which have K numbers per row. first: the number
 // within the row at which the product begins. place: the lane's row in an 8 x 8 matrix; its weights begin at number
-// first + 16 place. The last parameter, the number of the slice, is not used, because there is only one slice.
+// first + 16 place. The last parameter is not used: with other weights it is the number of a slice, one of several
+// simdgroups that share the terms.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,
@@ -287,8 +288,8 @@ void weights_of(
 
 // Multiply the terms that are left of K after the whole turns of 128. left: how many they are, a multiple of 16,
 // because K is a multiple of the size of a quantization group. place: the lane's row in an 8 x 8 matrix, which has 16
-// of these terms; lanes past the end multiply zeros. The parameter without a name is the number of the slice; there is
-// only one slice. operands: where the lane reads x in threadgroup memory. total: the sums of ROWS batch items and eight
+// of these terms; lanes past the end multiply zeros. The parameter without a name is used only for weights that are not
+// quantized. operands: where the lane reads x in threadgroup memory. total: the sums of ROWS batch items and eight
 // columns.
 template <int ROWS, int BITS, int GROUP, class A, class B>
 void multiply_rest(

@@ -25,7 +25,7 @@ FROM_WORKERS = []
 """Paths of shader coverage files, one per worker process of pytest-xdist (option -n)."""
 
 LEFT_OUT = Counter()
-"""The number of tests deselected on a Mac, by reason."""
+"""The number of tests deselected on this machine, by reason."""
 
 
 def pytest_addoption(parser):
@@ -70,19 +70,36 @@ def pytest_make_collect_report(collector):
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Sort the tests by file, because all workers must have the same order, and put those that use a large framework
-    first, so that the first worker imports it and no other. On a Mac, deselect the tests that cannot run there and
+    first, so that the first worker imports it and no other. Deselect the tests that cannot run on this machine and
     count the reasons. `pytest_terminal_summary` prints them."""
     items.sort(key=lambda item: (not uses_a_framework(item.path), str(item.path), isinstance(item, pytest.DoctestItem)))
-    if sys.platform != "darwin":
-        return
     kept, left_out = [], []
     for item in items:
-        mark = item.get_closest_marker("not_on_a_mac")
-        reason = "the emulator's own tests" if item.path.is_relative_to(EMULATOR) else mark and mark.args[0]
+        reason = reason_to_leave_out(item)
         (left_out if reason else kept).append(item)
         LEFT_OUT.update([reason] if reason else [])
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+def reason_to_leave_out(item):
+    """Return why a test cannot run on this machine, or None if it can."""
+    if item.get_closest_marker("needs_mx_compile") and not mlx_compiles():
+        return "mx.compile does nothing here, because MLX finds no g++"
+    if sys.platform != "darwin":
+        return None
+    mark = item.get_closest_marker("not_on_a_mac")
+    return "the emulator's own tests" if item.path.is_relative_to(EMULATOR) else mark and mark.args[0]
+
+
+@cache
+def mlx_compiles():
+    """Return whether `mx.compile` traces a function once on the CPU, for which MLX needs the command g++. Without it
+    the function runs at each call."""
+    runs = []
+    function = mx.compile(lambda x: (runs.append(x.shape), x)[1])
+    function(mx.zeros(1)), function(mx.zeros(1))
+    return len(runs) == 1
 
 
 @cache
@@ -94,10 +111,10 @@ def uses_a_framework(path):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Print how many random cases the tests tried, and how many tests were deselected on a Mac, by reason."""
+    """Print how many random cases the tests tried, and how many tests were deselected on this machine, by reason."""
     tell_of_fuzz(terminalreporter, config.getoption("--fuzz-seed"))
     for reason, count in LEFT_OUT.items():
-        terminalreporter.write_line(f"left out on a Mac: {count}, {reason}")
+        terminalreporter.write_line(f"left out here: {count}, {reason}")
     if sys.platform == "darwin" and config.getoption("--shader-coverage"):
         terminalreporter.write_line("lines of metal/ that ran: not counted on a Mac, the emulator does that on Linux")
 

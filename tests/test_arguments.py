@@ -306,6 +306,7 @@ def test_a_mask_must_not_enlarge_the_batch(no_work, word, both):
     assert "mask must broadcast to [B, " in message and f"[{T}, 1, " in message
 
 
+@pytest.mark.needs_mx_compile
 @pytest.mark.parametrize("word", GATES)
 def test_a_forced_engine_that_cannot_run(word):
     rest = {name: value for name, value in arguments(word).items() if name not in ("Wh", "h0", "Wp", "mask")}

@@ -245,9 +245,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_a_line_of_a_terminal(capsys):
-    """The progress line is erased before other text is printed and at the end. An output that is not a terminal gets
-    no progress line."""
+def test_progress_is_a_line_of_a_terminal(capsys, monkeypatch):
+    """The progress line is erased before other text is printed and at the end. An output that is not a terminal, or
+    one that cannot erase a line, gets no progress line."""
+    monkeypatch.setenv("TERM", "xterm")
     with Progress(Terminal()) as progress:
         progress.title = "1 of 8"
         progress.say("torch: round 2")
@@ -256,7 +257,11 @@ def test_progress_is_a_line_of_a_terminal(capsys):
     with Progress(io.StringIO()) as silent:
         silent.say("ours")
         silent.print("table")
-    assert silent.out.getvalue() == "" and capsys.readouterr().out == "table\n" * 2
+    monkeypatch.setenv("TERM", "dumb")  # a terminal that cannot erase a line
+    with Progress(Terminal()) as dumb:
+        dumb.say("ours")
+        dumb.print("table")
+    assert silent.out.getvalue() == dumb.out.getvalue() == "" and capsys.readouterr().out == "table\n" * 3
 
 
 def test_ratio():

@@ -392,6 +392,10 @@ def test_outputs_of_torch():
     with pytest.raises(ValueError, match="Other, which redefines forward"):
         convert.from_torch(model, prefix="1.lstm.")
     assert convert.from_torch(type("Same", (torch.nn.LSTM,), {})(I, H)).cell.op == "lstm"
+    replaced = torch.nn.LSTM(I, H)
+    replaced.forward = lambda *arguments: 0
+    with pytest.raises(ValueError, match="LSTM, which redefines forward"):
+        convert.from_torch(replaced)
     halves = torch.nn.LSTM(I, H).to(torch.bfloat16)
     again = convert.to_torch(convert.from_torch(halves))
     for key, value in halves.state_dict().items():
@@ -684,6 +688,8 @@ def test_what_a_format_cannot_hold():
         (OTHERS["relu"], convert.to_cudnn, "activations"),
         (OTHERS["reverse"], convert.to_torch, "activation must be the default|reverse"),
         (PROJECTED["projected"], convert.to_onnx, "a projection"),
+        (weights_of(LSTMCell(), proj=H), convert.to_torch, "a projection that makes h no narrower"),
+        (weights_of(LSTMCell(), proj=H + 1), convert.to_cudnn, "a projection that makes h no narrower"),
         (PROJECTED["projected"], convert.to_mlx, "a projection"),
         (PROJECTED["projected"], convert.to_keras, "a projection"),
         (PROJECTED["projected"], convert.to_mpsgraph, "a projection"),
@@ -1810,6 +1816,10 @@ def test_stacks_and_orders(tmp_path, capsys):
     icfo = saved(tmp_path / "c.npz", theirs)
     assert main([str(icfo), str(target), "--order", "icfo", "--force"]) == 0
     assert_same(one_bias(PLAIN["one layer"]), convert.read(target).layers["x"])
+    for style in ("mlx", "keras"):  # a GRU, which has no such order
+        convert.write(path, {"enc.a": one_bias(PLAIN["one layer"]), "enc.b": PLAIN["gru"]}, style=style, force=True)
+        assert main([str(path), str(target), "--order", "icfo", "--force"]) == 2
+        assert "a permutation of rzn" in (said := capsys.readouterr().err) and "The layer is enc.b" in said
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -474,6 +474,8 @@ def test_params_size():
     sizes = [cudnn.cudnn_rnn_params_size(2, 4, 4, input_mode=mode).item() for mode in ("linear_input", "skip_input")]
     assert cudnn.cudnn_rnn_params_size(np.int64(1), np.int8(100), np.uint8(100)).item() == 80800
     assert cudnn.cudnn_rnn_params_size(1, 5, 4, dropout=np.float32(0.5), num_proj=np.int64(2)).item() == 170
+    # cuDNN turns off a projection that makes h no narrower.
+    assert cudnn.cudnn_rnn_params_size(1, 5, 4, num_proj=5).item() == cudnn.cudnn_rnn_params_size(1, 5, 4).item()
     assert sizes == [320, 256] and cudnn.cudnn_rnn_params_size(1, 5, 4, input_mode="auto_select").item() == 220
 
 
@@ -569,6 +571,8 @@ BAD = {
         r"input_size must be num_units = 2 with input_mode='skip_input' but got 4",
     ),
     "direction": ({}, {"direction": "both"}, r"direction must be one of .* but got 'both'"),
+    "mode array": ({}, {"rnn_mode": np.ones((2, 2))}, r"rnn_mode must be one of"),
+    "direction array": ({}, {"direction": np.ones((2, 2))}, r"direction must be one of"),
     "dropout 1.1": ({}, {"dropout": 1.1}, r"dropout must lie in \[0, 1\] but got 1.1"),
     "dropout -": ({}, {"dropout": -0.1}, r"dropout must lie in \[0, 1\] but got -0.1"),
     "dropout nan": ({}, {"dropout": float("nan")}, r"dropout must be a finite number but got nan"),
@@ -624,6 +628,8 @@ def test_bad_arguments_of_the_other_ops():
         cudnn.cudnn_rnn(inputs[0], state.astype(mx.float16), *inputs[2:])
     with pytest.raises(ValueError, match="num_params must be 8 for these layers but got 9"):
         cudnn.cudnn_rnn_params_to_canonical(1, 5, 4, params, 9)
+    with pytest.raises(ValueError, match="num_params must be an integer"):
+        cudnn.cudnn_rnn_params_to_canonical(1, 5, 4, params, np.ones((2, 2)))
     with pytest.raises(ValueError, match="num_units must be an integer of at least 1 but got 0"):
         cudnn.cudnn_rnn_params_size(1, 0, 4)
     weights, biases = cudnn.cudnn_rnn_params_to_canonical(1, 5, 4, params, 8)

@@ -151,6 +151,22 @@ def test_a_dtype_or_device_that_is_none_is_refused(wrong):
         choose(**{"sizes": (8, 2, 3, 4), "dtype": mx.float32, "traced": False, **MAC, **wrong})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        ({"sizes": (8, 2, 3)}, r"sizes must be \(T, B, I, H\) but got \(8, 2, 3\)"),
+        ({"sizes": 8}, "sizes must be"),
+        ({"sizes": (8, 2, 3, 4.5)}, "size H of sizes must be an integer of at least 1 but got 4.5"),
+        ({"cores": 0}, "cores must be an integer of at least 1"),
+        ({"metal": None}, "metal must be True or False"),
+        ({"traced": "no"}, "traced must be True or False"),
+    ],
+)
+def test_wrong_facts_about_a_call_are_refused(wrong, rule):
+    with pytest.raises(ValueError, match=rf"^\[lstm\] {rule}"):
+        choose(**{"sizes": (8, 2, 3, 4), "dtype": mx.float32, "traced": False, **MAC, **wrong})
+
+
 def test_refusals_name_the_op():
     for op in ("gru", "rnn_gradients"):
         with pytest.raises(ValueError, match=rf"^\[{op}\] engine='fused' cannot run"):

@@ -60,3 +60,11 @@ def test_command(example, tmp_path, capsys):
     assert said.startswith("GRU(24, 32, num_layers=3, bidirectional=True)\n") and "back in torch: the same bits" in said
     assert {float(number) < 1e-4 for number in re.findall(r"difference (\S+)", said)} == {True}
     assert mx.load(path)["weight_hh_l2_reverse"].shape == (96, 32)
+    for words in (
+        ["--layers", "0"],
+        ["--save", str(tmp_path / "a.txt")],
+        ["--save", str(tmp_path / "no" / "a.safetensors")],
+    ):
+        with pytest.raises(SystemExit):
+            example.main(words)
+        assert f"error: {words[0]} must be" in capsys.readouterr().err

@@ -600,6 +600,20 @@ def test_four_processes_lose_no_verdict(tmp_path):
     assert len(found) == 4 * 40 and set(found.values()) == {""}
 
 
+def test_a_forked_process_keeps_no_lock(monkeypatch):
+    """The lock on trials is released after a trial even if a process that was forked meanwhile has its file open."""
+    fcntl, copies = pytest.importorskip("fcntl"), []
+    flock = fcntl.flock
+    # A copy of the file's number keeps the file open, as a forked process does.
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: (copies.append(os.dup(file.fileno())), flock(file, how))[1])
+    with _guard.one_process_at_a_time():
+        pass
+    with verdicts.file().with_suffix(".lock").open() as another:
+        flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises BlockingIOError while the lock is held
+    for copy in copies:
+        os.close(copy)
+
+
 def test_a_verdict_counts_for_one_version_of_everything(monkeypatch):
     """A verdict (the result of a trial run of kernels) is stored together with the chip, the versions of macOS, MLX
     and mlx-lstm, and the kernels' source. If one of these changes, even macOS 26.0 to 26.1, the kernels are tried

@@ -285,6 +285,17 @@ WRONG = {
     "[to_flashrnn_slstm] heads[0]: bias must have shape [16]": lambda: convert.to_flashrnn_slstm(
         [HEAD | {"bias": mx.ones(3)}]
     ),
+    "[to_flashrnn_slstm] heads[0]: Wh must be an mlx": lambda: convert.to_flashrnn_slstm([HEAD | {"Wh": 3}]),
+    "[to_flashrnn_slstm] heads[0]: Wh must have no empty axis": lambda: convert.to_flashrnn_slstm(
+        [HEAD | {"Wh": mx.ones((0, 0))}]
+    ),
+    "[to_haste_indrnn] parameters must hold Wx, one array": lambda: convert.to_haste_indrnn({"Wx": W, "params": 3}),
+    "[convert] arrays must hold numbers, in rows of equal": lambda: convert.from_haste(LSTM | {"bias": [[1], [1, 2]]}),
+    "[from_haste] the keys of arrays must be texts but got 1.": lambda: convert.from_haste({1: b}),
+    "[to_flashrnn_slstm] the keys of arrays must be": lambda: convert.to_flashrnn_slstm([HEAD | {1: b}]),
+    "[from_names] the keys of arrays must be texts": lambda: convert.from_names({1: b}),
+    "[from_mlx] the keys of arrays must be texts": lambda: convert.from_mlx({1: b, "Wh": b}),
+    "[convert] names of layers must be texts but got 1.": lambda: convert.write("a.npz", {1: PLAIN}),
 }
 
 

@@ -426,6 +426,7 @@ def refusals():
     yield "peep", "lstm", {"output_peephole": "next"}, "output_peephole must be one of"
     yield "slope", "lstm", {"hard_sigmoid": 0.2}, "hard_sigmoid must be one of"
     yield "ones", "lstm_gradients", {"leading_ones": "bias"}, "leading_ones must be a sequence"
+    yield "nested ones", "lstm_gradients", {"leading_ones": [["bias"]]}, "leading_ones must be a sequence"
     yield "holds", "single_gate_rnn", {"z_state_holds": "h"}, "z_state_holds must be one of"
     yield "engine", "lstm", {"engine": "fused"}, "engine='fused' cannot run"
 

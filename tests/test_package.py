@@ -143,6 +143,11 @@ def test_commands_end_quietly_where_nobody_reads_on():
     words, close = [sys.executable, "-c", code], lambda: os.close(1)
     closed = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, preexec_fn=close)
     assert closed.returncode == 3 and closed.stderr == b""
+    if Path("/dev/full").exists():  # on Linux: a file on a full disk
+        with open("/dev/full", "w") as full:
+            failed = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert failed.returncode == 1
+        assert failed.stderr == "the output cannot be written: [Errno 28] No space left on device\n"
     for command in ("bench", "check", "compare", "convert"):
         text = (ROOT / f"mlx_lstm/{command}/__main__.py").read_text()
         assert text.endswith('if __name__ == "__main__":\n    run_command(main)\n')

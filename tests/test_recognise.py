@@ -556,8 +556,8 @@ def starts_at_zero():
     return m, step
 
 
-OTHERS = [coupled, normalised, minimal_gated, residual, stopped, compiled, one_hidden_weight_per_unit]
-OTHERS += [skips_padding, starts_at_zero]
+OTHERS = [coupled, normalised, minimal_gated, residual, stopped, one_hidden_weight_per_unit]
+OTHERS += [pytest.param(compiled, marks=pytest.mark.needs_mx_compile), skips_padding, starts_at_zero]
 
 
 @pytest.mark.parametrize("cell", OTHERS, ids=lambda cell: cell.__name__)
@@ -759,6 +759,7 @@ BAD = {
     "step": (lambda: recognise(MODULE, None, D, H), r"step must be a function, step\(x, state\) -> state, but got"),
     "D": (lambda: recognise(MODULE, STEP, 0, H), "D must be an integer"),
     "H": (lambda: recognise(MODULE, STEP, D, 1), "H must be an integer"),
+    "name": (lambda: recognise(MODULE, STEP, D, H, name=3), "name must be a str but got 3"),
     "sizes": (wrong_sizes, r"step must run for x \[B, D\] and the state \(h, c\) or h, each \[B, H\], but got"),
 }
 

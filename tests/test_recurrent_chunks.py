@@ -301,7 +301,7 @@ def test_a_layer_inside_the_step_warns_of_nothing():
 def test_a_step_with_dropout_draws_the_same_numbers():
     """With chunks, a step draws the random numbers that a loop without this package draws, also when the gradient runs
     it again. The next draw is the same, too. A compiled function with the state of the random numbers draws new ones in
-    each call, and is right, too, if the loss or its gradient is compiled."""
+    each call, and is right, too, if the loss or its gradient is compiled. A second derivative is right."""
     inner, drop, x = nn.Linear(D, D), nn.Dropout(0.5), numbers(T, B, D, key=1)
 
     def step(x, h):
@@ -328,6 +328,12 @@ def test_a_step_with_dropout_draws_the_same_numbers():
         for got, expected in zip(found[-1], found[0], strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert found[0][0][0] != found[0][1][0]
+    second = []
+    for function in (loop, loss):
+        mx.random.seed(3)
+        second.append(np.array(mx.grad(lambda x, function=function: (mx.grad(function)(x) ** 2).sum())(x)))
+    assert second[0].any()
+    np.testing.assert_allclose(second[1], second[0], rtol=1e-4, atol=1e-6)
 
 
 def test_compiled_gradients_of_arrays_that_elementwise_operations_compute():
@@ -460,6 +466,22 @@ class OfClass:
     layer = nn.Linear(H, H)
 
 
+class Averaging(nn.Module):
+    """A module that keeps a running mean, which is no parameter, and counts its steps in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self._mean = mx.zeros(1), mx.zeros(H)
+
+    def counting(self, x, h):
+        self.count += 1
+        return h, x + h
+
+    def averaging(self, x, h):
+        self._mean = 0.9 * self._mean + h.mean(axis=0)
+        return h, x + h
+
+
 SETTINGS.weight, SETTINGS.weights, leaky.weight, QUEUE = W, {"all": [W]}, W, deque([W])
 MEANS = nn.BatchNorm(H)
 
@@ -472,6 +494,8 @@ BAD = {
     "inside a closure": (capturing({"recurrent": [W]}), r"in a module, but got arrays\.recurrent\.0"),
     "an object's": (Holder().step, "or hold them in a module, but got self.scale"),
     "assigned": (Counting().step, "must not assign arrays to a module with checkpoint_every.*but got Counting.count"),
+    "changed in place": (Averaging().counting, "assign arrays to a module .*but got Averaging.count"),
+    "no parameter": (Averaging().averaging, "assign arrays to a module .*but got Averaging._mean"),
     "running means": (lambda x, h: (h, MEANS(x) + h), "assign arrays to a module .*but got BatchNorm.running_mean"),
     "by a helper": (lambda x, h: (h, by_helper(OfClass, x) + h), "but got an array of shape"),
     "by a computed name": (lambda x, h: (h, getattr(OfClass, "LAYER".lower())(x) + h), "but got an array of shape"),

@@ -299,7 +299,6 @@ def test_what_is_refused():
             (lambda: stepper.set_state(before[0]), "state must be a tuple (hidden, cell) but got array."),
             (lambda: stepper.set_state((before[0], x)), "cell must have shape [2, 8] but got shape [2, 3]."),
             (lambda: mx.grad(lambda x: stepper(x).sum())(x), "a stepper has no gradient and must be called outside of"),
-            (lambda: mx.compile(stepper)(x), "a stepper has no gradient and must be called outside of"),
             (lambda: layer.stepper(0), "batch: each size must be an integer of at least 1 but got 0."),
             (lambda: layer.stepper("2"), "batch: each size must be an integer of at least 1 but got '2'."),
             (lambda: both.stepper(), "bidirectional must be False, because the reverse direction starts at the end"),
@@ -316,6 +315,14 @@ def test_what_is_refused():
             stepper(x)
         rule = "parameters may change their values, but not the sizes of x and the states: make a new stepper,"
         assert str(error.value) == f"{name}{rule} but got x [2, 4] and states [(2, 8)]."
+
+
+@pytest.mark.needs_mx_compile
+def test_a_compiled_stepper_is_refused():
+    with mx.stream(mx.cpu):
+        stepper = nn.LSTM(I, H).stepper(2)
+        with pytest.raises(ValueError, match="a stepper has no gradient and must be called outside of"):
+            mx.compile(stepper)(mx.ones((2, I)))
 
 
 def test_any_memory_order_and_dtype_of_x():

@@ -430,6 +430,12 @@ def test_seq_len_max_of_every_kind(op):
     for wrong in (2.0, True, None, mx.array(2.0), np.array(2.5)):
         with pytest.raises(ValueError, match=rf"\[{op}\] seq_len_max must be an integer but got"):
             ours(op, case | {"seq_len_max": wrong}, None)
+
+
+@pytest.mark.needs_mx_compile
+@pytest.mark.parametrize("op", SEQUENCE_OPS)
+def test_seq_len_max_without_a_value_is_refused(op):
+    case = draw(op, 0, sizes=(4, 2, 3, 4), seq_len_max=2)
     with pytest.raises(ValueError, match="seq_len_max must have a value but got a placeholder"):
         arrays = {name: value for name, value in case.items() if name not in ATTRIBUTES}
         arrays = {name: mx.array(value) for name, value in arrays.items()}

@@ -146,7 +146,13 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+NEEDS_COMPILE = pytest.mark.needs_mx_compile
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=NEEDS_COMPILE if name in ("compile", "shapeless") else []) for name in TRANSFORMATIONS],
+)
 def test_whether_mlx_transforms_is_known(name):
     """`is_transforming` is true inside each of MLX's transformations and false after it, also in a new thread."""
     found = []
@@ -190,6 +196,7 @@ def test_whether_mlx_transforms_is_known_in_a_new_stream():
     assert len(seen) == 6 and not any(seen)
 
 
+@NEEDS_COMPILE
 @ALL_KINDS
 def test_compiled_for_any_shape_is_refused(kind):
     """MLX raises an error for a recurrence compiled with shapeless=True, because it cannot infer the output shapes.
@@ -200,6 +207,7 @@ def test_compiled_for_any_shape_is_refused(kind):
         mx.eval(compiled(arrays[0]), compiled(mx.concatenate([arrays[0], arrays[0]])))
 
 
+@NEEDS_COMPILE
 @pytest.mark.parametrize("axis", [0, 1])
 @ALL_KINDS
 def test_a_single_step_compiled_for_any_shape_is_refused(kind, axis):
@@ -415,6 +423,7 @@ def test_works_under_nn_value_and_grad():
     assert_trees_close([gradients["Wh"]], [expected])
 
 
+@NEEDS_COMPILE
 def test_on_the_cpu_a_compiled_function_warns_once_and_mlx_can_let_it_run_as_it_is():
     """A compiled function on the CPU warns once, at the line of the caller, and does not warn if the caller
     requested the engine `ops`. With mx.disable_compile(), the engine `numpy` runs."""

@@ -235,7 +235,9 @@ def write(
             rule = "model must be what convert.read returns, or a dict of Weights by name: {name: from_torch(layer)},"
             fail("convert", rule, type(model).__name__)
         model = Model(dict(model), {}, {}, [], {})
-    for weights in model.layers.values():
+    for name, weights in model.layers.items():
+        if not isinstance(name, str):
+            fail("convert", "names of layers must be texts", repr(name))
         check_weights("convert", weights)
     check_option("convert", "style", style, _keys.STYLES)
     check_names(keys, _keys.WAYS if ways is None else ways)

@@ -28,6 +28,7 @@ from ..ground.checks import check_array, check_option, fail
 from . import mlx, torch
 from .keras import NAMED, arrays_of, direction
 from .keras import NAMES as KERAS_NAMES
+from .layers import check_keys
 from .mlx import to_ops
 from .torch import assembled, gates_of
 from .weights import OF_GATES, OURS, Weights, as_stored, from_one_bias, gate_order, of_layer, reorder, two_biases
@@ -285,6 +286,7 @@ def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) ->
     op = "from_names"
     if not isinstance(arrays, Mapping):
         fail(op, "arrays must be a dict of arrays by name", type(arrays).__name__)
+    check_keys(op, arrays)
     if nonlinearity is not None:
         check_option(op, "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
     layers, used = layers_of(arrays, Told({}, {}), nonlinearity=nonlinearity)  # {}: there are no metadata
@@ -432,7 +434,7 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
         words["bx"], words["bh"] = words.pop("b"), words.pop("bhn")
     if order is not None:
         usual = OURS[kind]  # the order in `Weights`
-        before = gate_order("convert", order, usual)
+        before = order_of(group, order, usual)
         # by_gate: the arrays that have a block of rows for each gate. bhn has rows for one gate only, Wp for none.
         by_gate = {name: array for name, array in words.items() if name not in ("bhn", "Wp")}
         for name, array in by_gate.items():
@@ -466,8 +468,15 @@ def keras_words(group: Group, given: Arrays, order: str | None) -> Arrays:
     of = f" of {group.own}" if group.own else ""  # the end of an array's name in error texts
     # biases: the allowed shapes of bias, in multiples of H along the last axis: [2, 3] means the shape [2, 3H].
     biases = [[2, 3], [3]] if kind == "gru" else [[{"lstm": 4, "rnn": 1}[kind]]]
-    order = None if order is None else gate_order("convert", order, OURS[kind])
+    order = None if order is None else order_of(group, order, OURS[kind])
     return direction("convert", kind, arrays, biases=biases, of=of, order=order)
+
+
+def order_of(group: Group, order: str, usual: str) -> str:
+    """Return the gate order in the file, `order`, in our letters. usual: our gate order of the layer's cell. group: the
+    keys of the layer, which an error text names, because a file may hold layers with other gates."""
+    with of_layer(group.own):
+        return gate_order("convert", order, usual)
 
 
 def weights_of(

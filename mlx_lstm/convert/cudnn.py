@@ -156,7 +156,8 @@ def from_cudnn(
         num_layers, num_units, input_size (int): the sizes, which cannot be read from the buffer.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
         bidirectional (bool): whether the buffer holds both directions. Default: `False`.
-        num_proj (int): the size of the projected h of an lstm. Default: 0, no projection.
+        num_proj (int): the size of the projected h of an lstm; 0, or num_units as in cuDNN, for no projection.
+            Default: 0.
 
     Returns:
         Weights: views of the buffer.
@@ -173,6 +174,9 @@ def from_cudnn(
     sizes = {"num_layers": num_layers, "input_size": input_size, "num_units": num_units}
     L, I, H = (check_integer(op, name, value, least=1) for name, value in sizes.items())
     P = check_integer(op, "num_proj", num_proj, least=0)
+    if P > H:
+        fail(op, f"num_proj must be at most num_units = {H}", P)
+    P = P if P < H else 0  # cuDNN turns off a projection that makes h no narrower
     where = Layout(rnn_mode, L, D=2 if bidirectional else 1, I=I, H=H, P=P, skip=False)
     params = to_mlx(params)
     check_array(op, "params", params, ["params_size"])

@@ -18,6 +18,7 @@ import mlx.core as mx
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, check_option, check_sizes, fail
+from .layers import check_keys
 from .weights import Format, Weights, as_stored, check_weights, checked, describe, one_bias, to_mlx, whole_bias
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "elman": RNNCell("tanh")}
@@ -174,18 +175,23 @@ def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array 
         fail(op, "heads must be a list of at least one dict of arrays", type(heads).__name__)
     names = [name for name in SLSTM if name in heads[0]]  # of Wx, Wh and bias
     for n, head in enumerate(heads):
+        check_keys(op, head)
         if not {"Wh", "bias"} <= head.keys() <= set(SLSTM) or head.keys() != heads[0].keys():
             fail(op, f"heads[{n}] must hold Wh, bias and, in all heads or none, Wx", sorted(head))
-        for name in names:
-            check_array(op, f"heads[{n}]: {name}", head[name], heads[0][name].shape)
+    # The arrays of the first head tell the sizes D and I, which all heads must have.
     first = heads[0]
-    D = first["Wh"].shape[-1]
-    check_array(op, "heads[0]: Wh", first["Wh"], [4 * D, D])
-    check_array(op, "heads[0]: bias", first["bias"], [4 * D])
+    check_array(op, "heads[0]: Wh", first["Wh"], ["4 D", "D"])
+    check_sizes(op, "heads[0]: Wh", first["Wh"])  # no axis of size 0
+    D = first["Wh"].shape[1]
+    shapes: dict[str, Sequence[int | str]] = {"Wx": [4 * D, "I"], "Wh": [4 * D, D], "bias": [4 * D]}
     if "Wx" in first:
-        check_array(op, "heads[0]: Wx", first["Wx"], [4 * D, "I"])
+        check_array(op, "heads[0]: Wx", first["Wx"], shapes["Wx"])
+        shapes["Wx"] = first["Wx"].shape
+    for n, head in enumerate(heads):
+        for name in names:
+            check_array(op, f"heads[{n}]: {name}", head[name], shapes[name])
     # `apart` reshapes [4D, ...] to [4, D, ...]; the heads become axis 1.
-    found = {name: mx.stack([apart(head[name], D) for head in heads], axis=1) for name in names}
+    found = {name: mx.stack([by_gate(head[name], D) for head in heads], axis=1) for name in names}
     return {letter: found.get(name) for letter, name in zip("WRb", SLSTM, strict=True)}
 
 
@@ -208,7 +214,7 @@ def joined(array: mx.array) -> mx.array:
     return array.reshape(-1, *array.shape[2:])
 
 
-def apart(array: mx.array, D: int) -> mx.array:
+def by_gate(array: mx.array, D: int) -> mx.array:
     """Divide axis 0 of an array [G D, ...] into the axes gate and unit: return [G, D, ...]. G: the number of gates,
     D: the number of units."""
     return array.reshape(-1, D, *array.shape[1:])

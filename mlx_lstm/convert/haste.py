@@ -163,7 +163,9 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
     """
     op = "to_haste_indrnn"
     arrays = parameters_of(op, "parameters must be a layer or a dict of arrays", parameters)
-    if not {"Wx", "params"} <= arrays.keys() <= {"Wx", "bias", "params"} or len(arrays["params"]) != 1:
+    params = arrays.get("params")
+    is_one = isinstance(params, (list, tuple)) and len(params) == 1
+    if not {"Wx", "params"} <= arrays.keys() <= {"Wx", "bias", "params"} or not is_one:
         fail(op, "parameters must hold Wx, one array in params and maybe bias", sorted(arrays))
     check_array(op, "Wx", arrays["Wx"], ["H", "I"])
     Wx, (u,) = arrays["Wx"], arrays["params"]  # u [H]: the recurrent weight of each unit

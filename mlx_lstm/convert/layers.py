@@ -7,7 +7,7 @@ of the public function, with which error texts begin, and name is the layer's na
 got)` raises the ValueError "[op] rule but got ...".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -76,6 +76,7 @@ def describe(op: str, name: str, layer: Any) -> Description:
     """
     known = class_of(op, name, layer)
     attributes: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
+    check_keys(op, attributes)
     arrays: dict[str, Any] = {}
     others: dict[str, str] = {}
     for key, value in attributes.items():
@@ -100,10 +101,17 @@ def describe(op: str, name: str, layer: Any) -> Description:
     return Description(known, arrays, others, act, training, drops)
 
 
-def is_private(key: object) -> bool:
+def check_keys(op: str, arrays: Mapping[Any, Any]) -> None:
+    """Raise ValueError unless all keys of a dict of arrays are texts."""
+    for key in arrays:
+        if not isinstance(key, str):
+            fail(op, "the keys of arrays must be texts", repr(key))
+
+
+def is_private(key: str) -> bool:
     """Return whether the name of an attribute begins with an underscore. As in MLX, such an attribute is no
     parameter."""
-    return isinstance(key, str) and key[:1] == "_"
+    return key[:1] == "_"
 
 
 def class_of(op: str, name: str, layer: object) -> type | None:

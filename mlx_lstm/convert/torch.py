@@ -61,8 +61,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         Weights: the arrays as they are, in their dtypes.
 
     Raises:
-        ValueError: a key is missing or is no key of torch, a shape does not fit, or a class derived from a layer of
-            torch has its own `forward`.
+        ValueError: a key is missing or is no key of torch, a shape does not fit, or a layer of torch, or a class
+            derived from one, has its own `forward`.
 
     Example:
         >>> from mlx_lstm import convert, torch
@@ -107,12 +107,12 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
 
 
 def check_forward(op: str, layer: object) -> None:
-    """Raise ValueError for a layer whose class derives from a layer of torch and has its own `forward`: its parameters
-    do not say what it computes. torch's classes are recognised by their module's name, so torch need not be
-    installed."""
+    """Raise ValueError for a layer whose class derives from a layer of torch and has its own `forward`, or for a layer
+    of torch with a `forward` of its own: its parameters do not say what it computes. torch's classes are recognised by
+    their module's name, so torch need not be installed."""
     own: Any = type(layer)
     base: Any = next((kind for kind in own.__mro__ if kind.__module__ == "torch.nn.modules.rnn"), None)
-    if base is not None and own.forward is not base.forward:
+    if base is not None and (own.forward is not base.forward or "forward" in vars(layer)):
         rule = f"the layer must compute what torch.nn.{base.__name__} computes: pass its state_dict() if it does,"
         fail(op, rule, f"{own.__name__}, which redefines forward")
 

@@ -25,7 +25,7 @@ from ..engines.problem import Arrays
 from ..ground.budget import shown
 from ..ground.checks import FLOATS, check_array, check_limit, check_number, check_option, fail
 from ..recurrence import join_biases
-from .layers import class_of
+from .layers import check_keys, class_of
 
 CELLS: dict[str, type[Cell]] = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}
 """The class of each cell, by the name of the function of `mlx_lstm` that runs it."""
@@ -162,6 +162,7 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
             break
     if not isinstance(layer, Mapping):
         fail(op, rule, type(layer).__name__)
+    check_keys(op, layer)
     return {key: value for key, value in layer.items() if key.startswith(prefix)}
 
 
@@ -327,6 +328,9 @@ def as_stored(op: str, weights: Weights, form: Format) -> Weights:
         arrays = [arrays for layer in weights.layers for arrays in layer]
         refused["peephole"] = not options and any("peephole" in each for each in arrays) and "an array"
         refused["a projection"] = not projection and weights.proj_size
+        # torch and cuDNN have no projection that leaves h as wide as c: cuDNN then turns the projection off.
+        wide = weights.proj_size >= weights.hidden_size
+        refused["a projection that makes h no narrower"] = projection and wide and weights.proj_size
     refused["reverse"] = not reverse and weights.reverse
     for name, value in refused.items():
         if value:
@@ -457,9 +461,12 @@ def to_mlx(array: Any) -> mx.array:
         array = array.detach().cpu()
         if str(array.dtype) == "torch.bfloat16":  # NumPy has no bfloat16
             return mx.array(array.float().numpy()).astype(mx.bfloat16)
+    try:
+        array = np.asarray(array)
+    except ValueError:  # a list of rows of different lengths
+        fail("convert", "arrays must hold numbers, in rows of equal length,", type(array).__name__)
     # MLX takes no array with a reversed axis or with the byte order of another machine, so make a copy without them.
     # Only `copy` changes a reversed axis of size 1.
-    array = np.asarray(array)
     array = array.copy() if min(array.strides, default=0) < 0 else array
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     # NumPy's kinds of dtypes: f floats, i and u integers, b bools. MLX has none of more than 8 bytes.

@@ -49,6 +49,7 @@ def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes
         fail(op, f"num_proj must be 0 with rnn_mode={rnn_mode!r}", P)
     if P > H:
         fail(op, f"num_proj must be at most num_units = {H}", P)
+    P = P if P < H else 0  # cuDNN turns off a projection that makes h no narrower, so params has no matrix of it
     if input_mode == "skip_input" and I != H:
         fail(op, f"input_size must be num_units = {H} with input_mode='skip_input'", I)
     skip = input_mode == "skip_input" or (input_mode == "auto_select" and I == H)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..ground.checks import FLOATS, check_array, check_option, fail
-from ._buffer import Attributes, Layout, check_params, layout
+from ._buffer import Attributes, Layout, check_params, count, layout
 
 
 class CudnnRNNParamsToCanonicalOutput(NamedTuple):
@@ -55,7 +55,7 @@ def cudnn_rnn_params_size(
         input_mode (str): `"linear_input"`, `"skip_input"` (layer 0 has no input matrices) or `"auto_select"`.
         direction (str): `"unidirectional"` or `"bidirectional"`.
         dropout, seed, seed2: checked as in `cudnn_rnn`, but without effect here.
-        num_proj (int): the width P of a projected h, for an lstm only; 0 for no projection. Default: 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 or H for none. Default: 0.
 
     Returns:
         array: the size, [1].
@@ -144,7 +144,7 @@ def cudnn_rnn_params_to_canonical_v2(
     Args:
         num_params_weights (int): the number of weights; an lstm with projection has 9 per layer and direction.
         num_params_biases (int): the number of biases.
-        num_proj (int): the width P of a projected h, for an lstm only; 0 for no projection. TensorFlow's op refuses 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 or H for none. TensorFlow's op refuses 0.
             Default: 0.
         num_layers, num_units, input_size, params, rnn_mode, input_mode, direction, dropout, seed, seed2: the sizes, the
             buffer and the kind of the layers, as in `cudnn_rnn_params_to_canonical`.
@@ -228,7 +228,7 @@ def cudnn_rnn_canonical_to_params_v2(
     H: the number of units.
 
     Args:
-        num_proj (int): the width P of a projected h, for an lstm only; 0 for no projection. Default: 0.
+        num_proj (int): the width P of a projected h, for an lstm only; 0 or H for none. Default: 0.
         All other arguments: the sizes, arrays and kind of the layers, as in `cudnn_rnn_canonical_to_params`. `weights`
             has for each layer and direction the matrices that multiply the input, one per gate, then the matrices that
             multiply h, one per gate, and last, with a projection, its matrix [P, H].
@@ -257,7 +257,7 @@ def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int
     # If there is one number, zip ends after the weights. The first version of the op has as many biases as weights,
     # because it has no projection.
     for (name, number), shapes in zip(counts.items(), (weights, biases), strict=False):
-        if number != len(shapes):
+        if count(op, name, number, least=0) != len(shapes):
             fail(op, f"{name} must be {len(shapes)} for these layers", repr(number))
     # `accumulate` returns where each array ends. [:-1]: without the last end, which is the end of the buffer.
     parts = mx.split(params, list(accumulate(map(prod, [*weights, *biases])))[:-1])
@@ -269,10 +269,10 @@ def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: 
     """Check the number and the sizes of the arrays, one per gate, and join them into the parameter buffer. As in
     TensorFlow, an array needs the right number of elements, but may have any shape."""
     both = {"weights": weights, "biases": biases}
-    for (name, arrays), count in zip(both.items(), where.counts, strict=True):  # counts: (matrices, biases)
-        if not isinstance(arrays, Sequence) or len(arrays) != count:
+    for (name, arrays), needed in zip(both.items(), where.counts, strict=True):  # counts: (matrices, biases)
+        if not isinstance(arrays, Sequence) or len(arrays) != needed:
             number = len(arrays) if isinstance(arrays, Sequence) else type(arrays).__name__
-            fail(op, f"{name} must be {count} arrays for these layers", number)
+            fail(op, f"{name} must be {needed} arrays for these layers", number)
     for (name, arrays), shapes in zip(both.items(), where.canonical(), strict=True):
         for n, (array, shape) in enumerate(zip(arrays, shapes, strict=True)):
             dtype = getattr(weights[0], "dtype", None)

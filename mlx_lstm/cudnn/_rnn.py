@@ -201,7 +201,7 @@ def cudnn_rnn_v3(
     Args:
         sequence_lengths (int32 array or list): [N], each in 1..T. The range of an MLX array is not checked under
             `mx.compile`.
-        num_proj (int): the width of a projected h, at most H; 0 for none; lstm only. Default: 0.
+        num_proj (int): the width of a projected h, at most H; 0 or H for none; lstm only. Default: 0.
         time_major (bool): whether time comes before the batch. Default: `True`.
         batch_major_states (str): an addition, for time_major=False. `"transpose"`: the states of sequence n are at
             index [n], as the original documents. `"reinterpret"`: the states are the memory of [L D, N, S] in another

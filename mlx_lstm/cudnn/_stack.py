@@ -40,7 +40,7 @@ from ..ground.checks import (
     fail,
 )
 from ..recurrence import by_layer, join_biases, of_layers
-from ._buffer import Attributes, Layout, check_params, layout
+from ._buffer import Attributes, Layout, check_attributes, check_params, layout
 
 BATCH_LAST = ("gates", "c")
 """The names of the arrays that the reserve space stores with the batch last, [T, ., N], instead of [T, N, .]. The
@@ -210,6 +210,7 @@ class Stack(NamedTuple):
         if all lengths equal T. inputs: input, input_h, input_c and params. The number of layers and units is read from
         the shapes of the states. N: the batch size, T: the number of steps."""
         op, attributes, (input, input_h, input_c, params) = self.op, self.attributes, inputs
+        check_attributes(op, attributes)  # first, because rnn_mode and direction say what the states must be
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
         check_array(op, "input", input, self.convert_shape(["T", "N", "I"]))

@@ -17,7 +17,8 @@ from .numpy.weights import cached
 from .tracing import is_transforming
 
 Run = Callable[..., Any]
-"""Type of `by_mlx` and `by_numpy`: called with a function and arrays, they return the results of the function."""
+"""The type of `by_mlx` and `by_numpy`, which are called with a function and arrays, and return the function's
+results."""
 
 
 def computes_now(engine: str | None) -> bool:
@@ -50,8 +51,9 @@ def by_numpy(function: Run, *arrays: mx.array) -> Any:
 
 
 def to_mlx(results: Any, dtype: mx.Dtype) -> Any:
-    """Return `results`, an array or nested lists and dicts of arrays, with each NumPy array copied to an MLX array. MLX
-    does not accept every NumPy view, so views are copied, too."""
+    """Return `results`, an array or nested lists and dicts of arrays, with each NumPy array copied to an MLX array. A
+    view is first copied to a contiguous array, because MLX does not accept every view. dtype: the dtype of the MLX
+    arrays."""
     if isinstance(results, np.ndarray):
         return mx.array(np.ascontiguousarray(results), dtype)
     if isinstance(results, dict):

@@ -84,7 +84,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     `chunked` casts them chunk by chunk.
     """
     dtype, batch_first = problem.dtype, problem.batch_first
-    if problem.plain and engine == "numpy":  # `numpy` reads both memory orders of x without an operation of MLX
+    if problem.plain and engine == "numpy":  # `numpy` reads x as [B, T, I], too, so no swapaxes is needed
         if dtype in HALVES:
             arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
@@ -121,8 +121,8 @@ def graph_of_step(problem: Problem, arrays: Arrays) -> Arrays:
     """Run a single step on engine `ops`. Return the outputs that the caller wants, by name. MLX derives the gradient
     from the graph of the outputs."""
     x, time = arrays["x"], 1 if problem.batch_first else 0  # the axis of time
-    # Under mx.compile(shapeless=True) the caller may pass an x of another size later. `reshape` then raises an error.
-    # `squeeze` would not, and the result could have a wrong shape.
+    # Remove the axis of time by `reshape`, not by `squeeze`: under mx.compile(shapeless=True) the caller may pass an x
+    # of another size later, for which `reshape` raises an error, while `squeeze` could give a wrong result.
     x = (x if x.ndim == 3 else x[None]).reshape(problem.B, x.shape[-1])
     outputs = ops.forward_step(problem, arrays | {"x": x})
     shown = {name: outputs[name] for name in shown_of(problem)}
@@ -153,7 +153,7 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
         gradients = of_all_steps()
     elif problem.plain:  # nobody can ask for a derivative of the gradients
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
-    else:  # `numpy` evaluates its arrays; they must keep their graphs, which an outer derivative needs
+    else:  # `numpy` evaluates its arrays, which must not lose their graphs: an outer derivative needs these
         gradients = with_graphs_kept(of_all_steps)
     return {name: gradients[name].astype(problem.dtype) for name in with_gradient(problem, arrays)}
 
@@ -341,7 +341,8 @@ def tapped(
 
 
 MARK = "the gradient of x"
-"""What the set `used`, which otherwise has names of outputs, contains if MLX asks for the gradient of x."""
+"""An element of the set `used`. It says that MLX asks for the gradient of x. All other elements are names of outputs
+with a cotangent."""
 
 
 def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
@@ -353,7 +354,8 @@ def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
     recurrence.
     """
 
-    # The vjp rule of the mark. The mark's gradient does not depend on the arguments, so it is zeros like x.
+    # The vjp rule of the mark. It notes that MLX asks for the gradient of x, and returns zeros as this gradient,
+    # because the mark is a constant.
     def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         used.add(MARK)
         return mx.broadcast_to(mx.array(0, primal.dtype), primal.shape)
@@ -560,8 +562,8 @@ def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: st
         raise RuntimeError(error)
 
     # The rule for mx.vmap: map `function` over the axes that MLX names, and refuse derivatives of the mapped function,
-    # too. It returns the results and the axis of each along which it is mapped, 0. `function` may evaluate its
-    # arguments, which must keep their graphs for an outer derivative.
+    # too. Return the results, and for each result the axis along which it is mapped (0). `function` may evaluate its
+    # arguments; `with_graphs_kept` keeps their graphs, which an outer derivative needs.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = without_derivatives(mx.vmap(function, in_axes=axes), error)
         results = with_graphs_kept(lambda: mapped(*values))
@@ -581,8 +583,9 @@ def with_derivatives_of(
     Both compute the same results, but the results of `function` have no graph, so MLX can differentiate only `plain`.
     Both take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
 
-    # The rule for mx.vmap: map both functions over the axes that MLX names. Each result is mapped along its axis 0.
-    # `function` evaluates its arguments, which must keep their graphs for an outer derivative.
+    # The rule for mx.vmap: map both functions over the axes that MLX names. Return the results, and for each result the
+    # axis along which it is mapped (0). `function` evaluates its arguments; `with_graphs_kept` keeps their graphs,
+    # which an outer derivative needs.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))
         results = with_graphs_kept(lambda: mapped(*values))

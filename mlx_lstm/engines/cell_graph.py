@@ -185,8 +185,8 @@ def divide_by_one(graph: Graph, a: int, b: int) -> int | None:
 
 
 def divide_by_cosh(graph: Graph, a: int, b: int) -> int | None:
-    """Rewrite d / cosh(x)^2, as MLX writes the gradient of tanh, as d (1 - tanh(x)^2). cosh overflows for |x| > 89,
-    and tanh(x) is known from the forward pass."""
+    """Rewrite d / cosh(x)^2 as d (1 - tanh(x)^2). MLX computes the gradient of tanh by the first formula, but cosh
+    overflows for |x| > 89 in float32, and tanh(x) is known from the forward pass."""
     product = graph.nodes[b]  # b is cosh(x) * cosh(x), and a is d
     if product.op != "mul" or product.args[0] != product.args[1] or graph.nodes[product.args[0]].op != "cosh":
         return None
@@ -262,7 +262,8 @@ def folded(op: str) -> Callable[..., int | None]:
 
 
 FOLDS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative}
-"""The operations that are computed at once if all their operands are constants."""
+"""{operation that a rewrite replaces by its result if all operands are constants: NumPy's function that computes
+it}."""
 
 REWRITES: dict[str, tuple[Callable[..., int | None], ...]] = {
     "add": (folded("add"), add_zero, add_difference, add_branches),
@@ -470,7 +471,7 @@ def cell_graph(
     results = tuple(number[n] for n in forward), tuple(number[n] for n in back)  # both lists, by the new numbers
     if saved is not None:
         return CellGraph(nodes, counts, apart, *results, tuple(number[n] for n in saved), names)
-    # `to_save` chooses the nodes to save from the same graph with nothing saved, ().
+    # A user's cell: let `to_save` choose the nodes to save. It needs the graph, here with no node saved yet: ().
     bare = CellGraph(nodes, counts, apart, *results, ())
     return CellGraph(nodes, counts, apart, *results, tuple(to_save(bare)))
 

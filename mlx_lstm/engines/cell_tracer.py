@@ -98,8 +98,8 @@ class Counts(NamedTuple):
 
 
 class NotPointwise(Exception):
-    """Raised if a cell uses something that cannot be computed for each number separately. `what` names it, such as
-    "Matmul"."""
+    """Raised if a cell uses something that cannot be computed for each number separately. what: the name of this
+    operation or mistake, such as "Matmul" or "a captured array"."""
 
     def __init__(self, what: str):
         self.what = what
@@ -209,7 +209,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "or": mx.logical_or, "not": mx.logical_not, "select": mx.where, "matmul": lambda a, b: a @ b,
     "norm": lambda c, norm: norm(c), "unnorm": lambda d, c, norm: norm.back(d, c),
 }  # fmt: skip
-"""The function of MLX for each operation of a graph. "float" is missing, because the conversion needs a dtype."""
+"""{operation of a graph: MLX's function for it}. The operation "float" is missing, because its function needs a
+dtype."""
 
 
 def values_of(
@@ -583,8 +584,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     if name == "FloorDivide":
         return graph.add("floor", graph.add("div", *args))
     op = {**UNARY, **BINARY}[name]
-    # Convert operands. A logical operation needs conditions: a number x becomes x != 0. Any other operation needs
-    # numbers: a condition becomes 0 or 1.
+    # Convert operands of the wrong kind. A logical operation needs conditions, so a number x becomes x != 0. Any other
+    # operation needs numbers, so a condition becomes 0 or 1.
     pairs = zip(args, conditions, strict=True)
     if op in ("and", "or", "not"):
         return graph.add(op, *[n if is_bool else graph.add("ne", n, graph.constant(0)) for n, is_bool in pairs])
@@ -711,7 +712,8 @@ def is_users(file: str) -> bool:
 @contextmanager
 def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
     """Record every array that appears in a variable or as a result of Python code inside this context, with the file
-    and the number of the line that made it. A function's arguments are not recorded: no line of it made them."""
+    and the number of the line that made it. The arguments of a function are not recorded, because no line of the
+    function made them."""
     known: dict[int, Any] = {}  # {id: array}; the dict keeps the arrays alive, so that no other object gets such an id
     before = sys.gettrace()
 
@@ -746,5 +748,5 @@ def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
 
 
 def flattened(value: Any) -> list[Any]:
-    """Return the values in nested tuples and lists."""
+    """Return all values of nested tuples and lists as one list."""
     return [inner for each in value for inner in flattened(each)] if isinstance(value, (tuple, list)) else [value]

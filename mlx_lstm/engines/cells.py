@@ -52,7 +52,8 @@ def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
     return slice(start, start + hidden)
 
 
-# These names are defined here with their types. Inside a NamedTuple an annotation would make them fields.
+# Constants of the classes below. They are defined outside of the classes, because inside a NamedTuple their types
+# (annotations) would make them fields.
 LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 """LSTM_OUTPUTS, OUTPUTS: the attribute `outputs` of cells with and without c."""
@@ -117,12 +118,12 @@ class LSTMCell(NamedTuple):
 
     @property
     def stops_c(self) -> bool:
-        """Whether the clip of c stops gradients: they are 0 where it changed c."""
+        """Whether the clip of c stops gradients: the gradient is 0 where the clip changed c."""
         return self.cell_clip is not None and self.clip_gradient == "zero"
 
     @property
     def stops_h(self) -> bool:
-        """Whether the clip of a projected h stops gradients: they are 0 where it changed h."""
+        """Whether the clip of a projected h stops gradients: the gradient is 0 where the clip changed h."""
         return self.projection_clip is not None and self.clip_gradient == "zero"
 
 
@@ -186,7 +187,7 @@ class RNNCell(NamedTuple):
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """The activation, as a tuple like that of the other cells."""
+        """The name of the activation in a tuple, because the other cells have a tuple of names."""
         return (self.act,)
 
 
@@ -275,7 +276,7 @@ class PointwiseCell(NamedTuple):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of an engine's outputs."""
+        """The names of the outputs that an engine returns for this cell."""
         return LSTM_OUTPUTS if self.graph.states > 1 else OUTPUTS
 
 
@@ -295,8 +296,9 @@ def norm_blocks(cell: AnyCell) -> int:
 
 
 def form_of(cell: AnyCell) -> Any:
-    """Return the cell without the numbers that generated code gets as arguments: the forget bias is 0, and the limits
-    of the clips and the eps of a norm are 1. Cells that differ only in such numbers share their code by this key."""
+    """Return the cell with fixed values in place of the numbers that generated code gets as arguments: the forget bias
+    is 0, and the limits of the clips and the eps of a norm are 1. Caches of generated code use the result as a key, so
+    that cells that differ only in these numbers share their code."""
     if cell.norm is not None:
         cell = cell._replace(norm=cell.norm._replace(eps=1.0))
     limits = {name: 1.0 for name in ("cell_clip", "projection_clip") if getattr(cell, name) is not None}

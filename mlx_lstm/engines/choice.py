@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 
-from ..ground.checks import FLOATS, check_option, fail
+from ..ground.checks import FLOATS, check_flag, check_integer, check_option, fail
 from . import tuning
 from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
 from .packing import Packing
@@ -23,9 +23,9 @@ from .problem import CORES, LIMITS, Chunks, Problem
 from .tuning import PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
-"""The engines. `fused`: our Metal shaders, with the whole sequence in one launch. `stepwise`: our Metal shaders,
-with one launch per time step. `numpy`: on the CPU, writing into the memory of MLX arrays. `ops`: a graph of MLX
-operations, which runs on any device and defines the correct results."""
+"""The names of the engines. `fused`: our Metal shaders, with all time steps in one launch. `stepwise`: our Metal
+shaders, with one launch per time step. `numpy`: NumPy on the CPU, which writes into the memory of MLX arrays. `ops`: a
+graph of MLX operations, which runs on any device and defines the correct results."""
 
 Engine = Literal["fused", "stepwise", "numpy", "ops"]
 """The type of an option `engine`."""
@@ -34,7 +34,7 @@ METAL_ENGINES: tuple[Engine, ...] = ("fused", "stepwise")
 """The engines that run on the GPU with our own shaders."""
 
 LSTM = LSTMCell()
-"""The default of the argument `cell`: an LSTM with the usual options."""
+"""An LSTM with the default options, for the argument `cell` of `choose`."""
 
 FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 """The largest H that `fused` supports, by op. A threadgroup has 4 threads per hidden unit (1 for a plain RNN), and
@@ -56,9 +56,9 @@ for too long: at peak speed the smallest GPU needs 7 ms (computed, not measured)
 times as much memory."""
 
 ROWS = 1024
-"""The smallest number of rows (steps x batch) in a chunk that `numpy` recomputes. At this size the fixed cost of a
-chunk is small compared with its steps. The products of `numpy` take this many rows at a time, so shorter chunks
-would save little memory."""
+"""The smallest number of rows (steps x batch) in a chunk of `numpy` that the backward pass computes again. A chunk of
+this size takes much longer than its fixed cost. Smaller chunks would save little memory, because one product of the
+backward pass of `numpy` has this many rows in any case."""
 
 ONE_STEP = 2**22
 """The largest recurrent product h Wh^T, in multiplications, for which `ops` runs a single step instead of `numpy`
@@ -130,7 +130,14 @@ def choose(
     """
     check_option(op, "dtype", dtype, FLOATS)
     check_option(op, "device", device, ("cpu", "gpu"))
-    T, B, _, H = sizes
+    check_flag(op, "metal", metal)
+    check_flag(op, "traced", traced)
+    cores = check_integer(op, "cores", cores, least=1)
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != 4:
+        fail(op, "sizes must be (T, B, I, H)", repr(sizes))
+    T, B, _, H = (
+        check_integer(op, f"size {name} of sizes", size, least=1) for name, size in zip("TBIH", sizes, strict=True)
+    )
     names = ("Wp",) if projection else ()
     # plain=True: the choice for a call outside of mx.grad, where the rule of `is_small_step` does not apply. limits:
     # the ordinary limits, with the caller's number of GPU cores. The second H of `Problem` is the width of h, on which
@@ -284,7 +291,8 @@ launch and an array in each of the two passes."""
 
 def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks | None:
     """Return how a call is divided into chunks of time, or None if it is not divided. every: the option
-    `checkpoint_every`, which saves memory: the number of steps in a chunk, "auto", or None for no such chunks."""
+    `checkpoint_every`, which saves memory: the number of steps in a chunk, "auto", or None to divide a sequence only if
+    it is too long for one graph."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H  # width: the numbers of all gates of an item
     # longest: the largest number of steps in one graph of this engine; tests change it (`unchunked`). For `numpy`,
     # which builds no graph, it is 0: a call is divided only if the caller asks for it (`every`), and each chunk is then

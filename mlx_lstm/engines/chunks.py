@@ -333,13 +333,14 @@ class Chunked:
         """Prepare the attributes for a forward or backward pass over all chunks. eager: whether each chunk is evaluated
         before the next one starts."""
         self.eager, self.pending = eager, []  # pending: the results of a chunk, for which the next chunk waits
-        # Only engine `numpy` reads NumPy arrays; quantized weights need MLX arrays.
+        # Only the engine `numpy` reads NumPy arrays, and only without quantized weights, which it dequantizes by MLX.
         self.takes_numpy = self.engine == "numpy" and problem.packing is None
 
     @contextmanager
     def beside_the_engine(self) -> Iterator[None]:
-        """Return the context for all operations outside of the engine. With `numpy` these operations run on the CPU,
-        because a GPU does not support float64. NumPy's overflow warnings are off, because MLX does not warn either."""
+        """Return the context in which this class runs its own operations, outside of the engine. With the engine
+        `numpy` they run on the CPU, because the arrays may be float64, which a GPU does not support. NumPy's overflow
+        warnings are off, because MLX does not warn either."""
         with mx.stream(mx.cpu) if self.engine == "numpy" else nullcontext(), np.errstate(all="ignore"):
             yield
 

@@ -145,9 +145,10 @@ Step = tuple[list[Array], dict[str, Array]]
 
 
 def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functions) -> Step:
-    """Run one step of an LSTM. Return ([h, c], gates). The module's docstring describes the arguments; each a includes
-    the bias, for f also the forget bias. In the equations c_prev is the c before the step, p_i the peephole weights of
-    the gate i, s_i the activation of this gate, s_output the activation of c.
+    """Run one step of an LSTM. Return ([h, c], gates). a: the preactivations of the gates, with the bias, for f also
+    the forget bias, but without peepholes. v: the other inputs by name, such as the c before the step. s: the
+    activations and other functions by name. In the equations c_prev is the c before the step, p_i the peephole weights
+    of the gate i, s_i the activation of this gate, s_output the activation of c.
 
       i = s_i(a_i + p_i c_prev)   f = s_f(a_f + p_f c_prev)   g = s_g(a_g + p_g c_prev)
       c = f c_prev + i g, clipped if there is a limit; `clipped` defines the gradient of the clip
@@ -164,7 +165,7 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
     c = f * c_prev + i * g
     if v["limit"] is not None:
         c = s["clip"](c, v["limit"], cell.clip_gradient)
-    # shown: the c from which h is computed. s["norm"] calls v["norm"], or writes its node into a graph.
+    # shown: the c from which h is computed, normalised if the cell does so.
     shown = c if v["norm"] is None else s["norm"](c, v["norm"])
     if cell.norm is not None and cell.norm.c == "state":
         c = shown
@@ -177,8 +178,9 @@ def lstm(cell: LSTMCell, a: Mapping[str, Array], v: Mapping[str, Any], s: Functi
 
 
 def gru(cell: GRUCell, a: Mapping[str, Any], v: Mapping[str, Any], s: Functions) -> Step:
-    """Run one step of a GRU. Return ([h], gates). The module's docstring describes the arguments; s_r, s_z and s_n are
-    the activations of the gates.
+    """Run one step of a GRU. Return ([h], gates). v: the other inputs by name: h before the step, h_in (h times the
+    mask) and, with reset "before", W, the candidate's rows of Wh. s: the activations and other functions by name. In
+    the equations s_r, s_z and s_n are the activations of the gates.
 
     a: for each gate the pair (x, p), with x the input's part of the preactivation and p = h_in Wh^T the recurrent part,
     to which bhn is added for n. With reset "before" n has no p; its product is computed here, because it reads r.

@@ -17,18 +17,18 @@ WIDTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "mxfp8": ((32,), (8,)),
     "nvfp4": ((16,), (4,)),
 }
-"""For each mode of `mx.quantize`: (the group sizes, the bits per weight) that it supports."""
+"""{mode of `mx.quantize`: (group sizes, bits per weight) that the mode supports}."""
 
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
-"""The default group size and bits per weight of each mode, as in MLX."""
+"""{mode of `mx.quantize`: (default group size, default bits per weight)}, as in MLX."""
 
 WEIGHTS = ("Wx", "Wh", "Wp")
 """The names of the arrays that may be quantized."""
 
 
 class Packing(NamedTuple):
-    """How weights are quantized, as in `mx.quantize`: how many weights share a scale, the bits per weight, and the
-    mode."""
+    """The format of quantized weights, as in `mx.quantize`. group_size: how many neighbouring weights share a scale.
+    bits: the bits per weight. mode: a key of `WIDTHS`, such as "affine"."""
 
     group_size: int
     bits: int
@@ -82,7 +82,7 @@ class Quantized(NamedTuple):
 
 
 Weight = mx.array | Quantized
-"""Type of a matrix that may be quantized."""
+"""The type of a weight matrix that may be quantized."""
 
 
 def is_packed(name: str, arrays: Collection[str]) -> bool:

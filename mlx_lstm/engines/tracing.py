@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
-"""`mx.custom_function` with a type. MLX's type stubs do not say that the result returns what the function returns."""
+"""`mx.custom_function` with a declared type, because MLX's type stubs do not tell the type of its result."""
 
 
 def vjp(
@@ -174,7 +174,7 @@ def with_graphs_kept(function: Callable[[], Any]) -> Any:
     """
     results = []
 
-    # MLX passes three arguments to a vjp rule; only the cotangent is needed here.
+    # The vjp rule of the identity function. It calls `function`, and returns the cotangent as the gradient.
     def rule(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         results.append(function())
         return cotangent

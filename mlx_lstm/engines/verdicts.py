@@ -85,11 +85,11 @@ def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
         seconds = DAY if keeping == "day" else WEEK if count >= PROCESSES else 0.0
         verdict = Verdict(reason, time.time() + seconds if seconds else 0.0, count)
     _known[trial] = verdict
-    content = dict([*content.items(), (environment(), mine | {trial: verdict})][-MACHINES:])  # the newest ones
+    content = dict([*content.items(), (environment(), mine | {trial: verdict})][-MACHINES:])  # the last MACHINES ones
     texts = {name: {key: written(one) for key, one in own.items()} for name, own in content.items()}
     with suppress(OSError):
         file().parent.mkdir(parents=True, exist_ok=True)
-        # force: replace the file.
+        # force=True: replace an older file.
         write_whole(file(), lambda partial: partial.write_text(json.dumps(texts, indent=1) + "\n"), force=True)
 
 
@@ -114,7 +114,8 @@ def forget() -> None:
 
 
 def environment() -> str:
-    """Return the name of this environment, made of the names and values of its chip, system, versions and kernels."""
+    """Return this environment as text, such as "chip Apple M4, ..., system macOS 26.0, mlx 0.32.4, ...": everything on
+    which a verdict depends."""
     return ", ".join(f"{name} {value}" for name, value in tuning.machine().items())
 
 
@@ -136,7 +137,8 @@ def read() -> dict[str, dict[str, Verdict]]:
 
 
 def written(verdict: Verdict) -> str | dict[str, Any]:
-    """Return a verdict as `verdicts.json` has it: a text if it counts always, else a dict of all fields."""
+    """Return a verdict in the form in which `verdicts.json` stores it: a text, the reason, if it counts always; else a
+    dict of all fields."""
     return verdict.reason if verdict.until is None else verdict._asdict()
 
 
@@ -152,4 +154,4 @@ def verdict_of(value: Any) -> Verdict:
         and isinstance(verdict.processes, int)
     ):
         raise ValueError("a verdict is a text, or has a reason, a time and a number of processes")
-    return verdict._replace(until=float(verdict.until))  # OverflowError: an integer that no clock gives
+    return verdict._replace(until=float(verdict.until))  # raises an OverflowError if the integer is too large

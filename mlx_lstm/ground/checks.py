@@ -40,7 +40,8 @@ class ArraySpec(NamedTuple):
 
 
 def fail(op: str, rule: str, value: object) -> NoReturn:
-    """Raise a ValueError for a wrong argument, with a text in the form that all functions of this package use."""
+    """Raise a ValueError for a wrong argument. Its text has the form that all functions of this package use: "[op] rule
+    but got value."."""
     raise ValueError(f"[{op}] {rule} but got {value}.")
 
 
@@ -100,7 +101,7 @@ def warn_once(text: str) -> None:
 
 
 def forget_warnings() -> None:
-    """Forget which warnings were shown, so that each is shown again."""
+    """Forget which warnings `warn_once` has shown, so that it shows them again."""
     _said.clear()
 
 

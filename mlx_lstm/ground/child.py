@@ -53,8 +53,8 @@ class Child:
     """A running child process that answers requests by `serve`. Creating it raises OSError if the process cannot be
     started.
 
-    No thread reads the pipes: a signal handler may raise an exception at any moment, and Python's queues and locks
-    between threads then raise another one.
+    No second thread reads the pipes: a signal handler may raise an exception at any moment, also inside Python's queues
+    and locks between threads, which then raise other errors.
     """
 
     def __init__(self, command: list[str]):
@@ -70,7 +70,7 @@ class Child:
         self.unread: bytes = b""  # what was read from the pipe of answers, but not yet returned as an answer
         self.asked: int = 0  # the number of the last request
         self.ended: bool = False  # whether `end` was called
-        # The first and the last bytes of the child's stderr.
+        # The first and the last STDERR_BYTES bytes that the child wrote to stderr.
         self.first_errors: bytes = b""
         self.last_errors: bytes = b""
 
@@ -219,8 +219,7 @@ def shortened(text: str, most: int = MOST) -> str:
     part = most // 3
     rest = text[part:-part]
     error = rest.find("error:")
-    # Begin the part a little before "error:", because a compiler writes the place there, such as "program_source:12:34:
-    # ".
+    # Begin the part a little before "error:", because a compiler writes the file and the line there.
     middle = [rest[max(0, error - part // 4) :][:part]] if error >= 0 else []
     return " ... ".join([text[:part], *middle, text[-part:]])
 

@@ -78,8 +78,8 @@ def foreign(path: Path) -> Iterator[Foreign]:
     """Open a file from an unknown source for the time of a `with` block.
 
     Inside the block, errors that damaged bytes cause (DAMAGE) and MemoryError become a ValueError of one line. Its text
-    begins with the path, which replaces a first word "it". Other errors pass, such as the ImportError of a reader whose
-    package is missing.
+    begins with the path; if the text of the error begins with "it", the path replaces this word. Other errors pass
+    unchanged, such as the ImportError of a reader whose package is missing.
 
     Raises:
         OSError: the file cannot be opened.
@@ -96,7 +96,7 @@ def foreign(path: Path) -> Iterator[Foreign]:
             text = f"{error}" if ours else f"it is truncated or damaged: {named(error)}."
             if text.startswith(str(path)):
                 raise
-            # text[3:]: without "it ".
+            # text[3:]: the text without "it ".
             raise ValueError(f"{path} {text[3:]}" if text.startswith("it ") else f"{path}: {text}") from None
 
 
@@ -301,10 +301,11 @@ def write_whole(
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is no regular file")
-    # The name cannot be guessed, and exclusive creation follows no link. Only the owner may read the unfinished file.
+    # Other users may write to the folder. So the file's name cannot be guessed, its creation (O_EXCL) follows no link,
+    # and only the owner may read it until it is complete.
     partial = path.with_name(f".{secrets.token_hex(16)}{path.suffix if ending is None else ending}")
     try:
-        # O_EXCL: fail if the file exists. 0o600: only the owner may read and write.
+        # O_EXCL: fail if the file exists. 0o600: the permission to read and write for the owner only.
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         result = work(partial)
         if force:

@@ -5,6 +5,7 @@ mlx_lstm.check`. The operating system sends a process the signal SIGTERM to end 
 and SIGALRM when a timer ends.
 """
 
+import errno
 import os
 import platform
 import re
@@ -20,6 +21,10 @@ from typing import NoReturn
 
 VERSION = "0.1.0"
 """The version of this package."""
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Numbers of the errors of an output that cannot be written: the disk or the user's share of it is full, the file is
+too large, or the disk or terminal fails."""
 
 
 def chip() -> str:
@@ -149,9 +154,10 @@ def check_files(options: object, *names: str) -> None:
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with its exit code.
 
-    Ctrl-C and a closed output pipe, as after `| head`, end the process without a message. SIGTERM, and SIGHUP of a
-    closed terminal, raise SystemExit, so that incomplete files are removed and child processes end. Characters that the
-    terminal cannot show are escaped. If stdout is closed, as after `>&-`, the output is lost.
+    Ctrl-C and a closed output pipe, as after `| head`, end the process without a message, and an output that cannot be
+    written, as on a full disk, with one line. SIGTERM, and SIGHUP of a closed terminal, raise SystemExit, so that
+    incomplete files are removed and child processes end. Characters that the terminal cannot show are escaped. If
+    stdout is closed, as after `>&-`, the output is lost.
     """
     code: object
     for number in range(3):  # open a closed stdin, stdout or stderr; else a file that is opened later gets its number
@@ -175,10 +181,13 @@ def run_command(main: Callable[[], int]) -> NoReturn:
             sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130  # the exit code of a process that Ctrl-C ended
-    except BrokenPipeError:
-        code = 141  # the exit code of a process that SIGPIPE ended
-        if sys.stdout is not None:  # so that Python's last flush does not fail
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, *UNWRITABLE):
+            raise
+        if sys.stdout is not None:  # let stdout lead nowhere, so that Python's last flush at exit does not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # 141: the exit code of a process that SIGPIPE ended. Python prints a text, and the exit code is then 1.
+        code = 141 if error.errno == errno.EPIPE else f"the output cannot be written: {error}"
     raise SystemExit(code)
 
 

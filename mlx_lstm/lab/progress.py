@@ -2,6 +2,7 @@
 pipe a new line is printed now and then."""
 
 import math
+import os
 import shutil
 import sys
 import threading
@@ -74,10 +75,15 @@ class Progress:
         with self.lock:
             print(text, file=file, flush=True)
 
+    def redraws(self) -> bool:
+        """Return whether `out` is a terminal that can erase a line. A terminal of the kind "dumb" shows `ERASE` as
+        text."""
+        return self.out.isatty() and os.environ.get("TERM") != "dumb"
+
     def redraw(self) -> None:
-        """Draw the progress line until the context ends: in a terminal once a second, and erase it at the end. In a
-        file or a pipe, print it every EVERY seconds, unless the text of `say` is empty."""
-        redraws = self.out.isatty()
+        """Draw the progress line until the context ends: in a terminal once a second, and erase it at the end.
+        Elsewhere print it every EVERY seconds, unless the text of `say` is empty."""
+        redraws = self.redraws()
         while not self.ended.wait(1 if redraws else EVERY):
             with self.lock:
                 if redraws:
@@ -90,7 +96,7 @@ class Progress:
 
     def draw(self) -> None:
         """Draw the progress line, if the output is a terminal and the `with` block is running."""
-        if self.thread.is_alive() and self.out.isatty():
+        if self.thread.is_alive() and self.redraws():
             self.out.write(ERASE + self.line()[: shutil.get_terminal_size().columns - 1])
             self.out.flush()
 

@@ -165,7 +165,8 @@ def check_descriptor(op: str, descriptor: Any, kind: type) -> None:
 def check_leading_ones(op: str, leading_ones: object, allowed: Sequence[str]) -> None:
     """Check that `leading_ones` is a sequence of names out of `allowed`. It names the arguments whose gradients get two
     leading axes of size 1."""
-    if isinstance(leading_ones, str) or not isinstance(leading_ones, Sequence) or set(leading_ones) - set(allowed):
+    names = None if isinstance(leading_ones, str) or not isinstance(leading_ones, Sequence) else leading_ones
+    if names is None or not all(name in allowed for name in names):
         fail(op, f"leading_ones must be a sequence out of {', '.join(map(repr, allowed))}", repr(leading_ones))
 
 

@@ -28,7 +28,8 @@ def precision(
     through the cast, so they are gradients of the float32 parameters, in float32. The optimizer updates the float32
     parameters. After the block, even if it ended by an exception, the model has its old parameters again, the same
     arrays. Exception: if code in the block assigned a new array to a parameter, such as the running mean of a
-    `BatchNorm`, the new array stays, cast to the dtype of the old one.
+    `BatchNorm`, the new array stays, cast to the dtype of the old one. A change in place, such as `self.mean += x`, is
+    lost, because it changes the copy.
 
     The input must be cast, too: a layer computes in the dtype to which x and its parameters promote. float16 needs a
     scaled loss; the guide on training has an example.

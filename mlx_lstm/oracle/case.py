@@ -18,14 +18,14 @@ from .arithmetic import Array, Rounding, Tensors
 
 Call = Mapping[str, Any]
 Cotangents = Mapping[str, Array | None]
-OneDirection = SimpleNamespace  # one direction of a case, with sizes and defaults filled in
+OneDirection = SimpleNamespace  # one direction of a case, with all arguments, sizes and defaults as attributes
 Step = SimpleNamespace  # the inputs and results of one time step
 
 ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", "bhn")
 NORMS = ("norm_scale", "norm_shift", "norm_c_scale", "norm_c_shift")  # scales and shifts of layer normalisation
 ARRAYS += NORMS
 ARRAYS += ("inputs", "params")  # of a cell that the user wrote: inputs of each step [T,B,U H], parameters [V H]
-OWN_AXIS = ("Wh", "Wp", "peephole", *NORMS)  # with both directions, these arrays have an axis of directions
+OWN_AXIS = ("Wh", "Wp", "peephole", *NORMS)  # arrays whose first axis is the direction if there are two
 OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}
 TAKEN = {  # the names of the arrays that each op takes
     "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", *NORMS),

@@ -66,9 +66,9 @@ def normalised(a: Array, count: int, eps: float, fl: Rounding) -> tuple[Array, A
 
 
 def unnormalised(d: Array, y: Array, r: Array, fl: Rounding) -> Array:
-    """Return the gradient of a [B,n], where `normalised(a)` returned y [B,count,width] and r, and d [B,n] is the
-    gradient of y. It is r (d - mean(d) - y mean(d y)), with means over each block of `width` numbers; fl(...) rounds
-    the result of one operation."""
+    """Return the gradient of an array a [B,n] before its normalisation: `normalised` returned y [B,count,width] and r
+    for it, and d [B,n] is the gradient of y. It is r (d - mean(d) - y mean(d y)), with means over each block of `width`
+    numbers; fl(...) rounds the result of one operation."""
     d, width = d.reshape(y.shape), y.shape[-1]
     mean, mean_dy = (fl(fl.total(terms, (2,)) / width) for terms in (d, fl(d * y)))
     return fl(fl(fl(d - mean) - fl(y * mean_dy)) * r).reshape(len(d), -1)

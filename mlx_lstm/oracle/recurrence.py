@@ -62,7 +62,7 @@ def evaluate(
     results = []  # (outputs, gradients) of each direction
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
-        # `half` takes a direction's part of an array in which both lie side by side.
+        # `half` returns direction d's part of an array that has both directions side by side.
         p.frozen_clip = frozen_clip and {name: half(case, shift, d) for name, shift in frozen_clip.items()}
         outputs, tape = unroll(p, fl)
         gradients = {}

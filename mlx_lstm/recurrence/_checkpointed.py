@@ -121,7 +121,8 @@ class Chunks:
             n = start // self.K
             begin = starts[str(start)]
             given = waiting({"piece": pieces[n], "state": begin["state"], "shared": shared}, d_state)
-            with random_numbers_from(begin["random"]):
+            # A second derivative must not follow the random numbers, which have no derivative.
+            with random_numbers_from(mx.stop_gradient(begin["random"])):
                 d = gradients(partial(results_of, self.run, start), given, (d_outputs[n], d_state))
             # The states at the starts are results of `forward`, so they have cotangents, too.
             d_state = mapped(added, d["state"], d_starts[str(start)]["state"])
@@ -228,8 +229,7 @@ def replaced(modules: list[nn.Module], parameters: list[Any]) -> Iterator[None]:
         for module, arrays in zip(modules, given, strict=True):
             now = dict(flat(module.parameters()))
             for key in [key for key in now | arrays if now.get(key) is not arrays.get(key)]:
-                rule = "step must not assign arrays to a module with checkpoint_every: return them as outputs,"
-                fail(OP, rule, f"{type(module).__name__}.{key}")
+                refuse_change(f"{type(module).__name__}.{key}")
     finally:
         for module, before in zip(modules, old, strict=True):
             module.update(tree_unflatten(list(before.items())))
@@ -257,8 +257,9 @@ def captured_modules(step: Any) -> list[nn.Module]:
 def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) -> None:
     """Raise an error if one step reads an array of floats that is neither in the tree of its arguments nor held by one
     of the modules: the gradient of such an array would be 0. A search of the step's code may miss it, so MLX lists what
-    the step reads. If MLX cannot list an operation of the step, nothing is raised. run: runs the step with such a
-    tree."""
+    the step reads. Raise an error, too, if the step changes an array of a module, such as a running mean: the change
+    would be lost, or the gradient would make it again. If MLX cannot list an operation of the step, nothing is raised.
+    run: runs the step with such a tree."""
     # held: of each module all arrays, as pairs (key, array), also those that are no parameters. Arrays in a tuple, no
     # parameters for MLX, cannot be replaced, so a step with such a module is not checked.
     whole: Any = [tree_flatten(module, is_leaf=lambda value: isinstance(value, tuple)) for module in modules]
@@ -274,10 +275,16 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
         for module, each in zip(modules, held, strict=True):
             module.update(tree_unflatten([(key, next(following)) for key, _ in each]))
 
-    # Run the step with arrays in place of those of the tree and of the modules. Return the arrays of its results.
+    # Run the step with arrays in place of those of the tree and of the modules. Return the arrays of its results, and
+    # then those that the modules hold afterwards.
     def work(*arrays: mx.array) -> list[mx.array]:
         put(arrays[len(arrays) - len(own) :])
-        return leaves(run(filled(tree, arrays)))
+        results = leaves(run(filled(tree, arrays)))
+        for module, each in zip(modules, held, strict=True):
+            now = dict(flat(module))
+            after = [now.get(key) for key, _ in each]
+            results += [array if isinstance(array, mx.array) else mx.zeros(()) for array in after]
+        return results
 
     given = [mx.zeros(array.shape, array.dtype) for array in [*leaves(tree), *own]]  # the numbers do not matter
     try:
@@ -290,6 +297,15 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
         return
     finally:
         put(own)
+    # The arrays of the modules are the last inputs and outputs of the list. An array that the step has not changed has
+    # the same key among both.
+    names = [f"{type(module).__name__}.{key}" for module, each in zip(modules, held, strict=True) for key, _ in each]
+    before, after = (
+        [key for item in content if item["type"] == word for key, *_ in item[word]] for word in ("inputs", "outputs")
+    )
+    for n in range(-len(names), 0):
+        if before[n] != after[n]:
+            refuse_change(names[n])
     found = {key: array for item in content for key, array in item.get("constants", ())}
     captured = captured_arrays(content, again)
     for key in [key for key in found if key in captured]:
@@ -313,6 +329,11 @@ def random_numbers_from(key: mx.array) -> Iterator[None]:
         yield
     finally:
         state[0] = before
+
+
+def refuse_change(name: str) -> None:
+    """Raise an error for an array of a module that the step changes. name: what the error text calls it."""
+    fail(OP, "step must not assign arrays to a module with checkpoint_every: return them as outputs,", name)
 
 
 def refuse_floats(array: mx.array, name: str) -> None:

@@ -181,7 +181,13 @@ def one_process_at_a_time() -> Iterator[None]:
         except OSError as error:
             if error.errno is None:  # not the system's error, but one that a signal handler of the user raised
                 raise
-        yield
+        try:
+            yield
+        finally:
+            # A process that the user's program has forked meanwhile has the file open, too. So closing it here does not
+            # release the lock.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def forget() -> None:

@@ -291,6 +291,8 @@ def recognise(
     if not callable(step):
         fail(OP, "step must be a function, step(x, state) -> state,", type(step).__name__)
     D, H = check_integer(OP, "D", D, least=1), check_integer(OP, "H", H, least=2)
+    if not isinstance(name, str):
+        fail(OP, "name must be a str", repr(name))
     trial = Trial(module, step, D, H, name)
     if not trial.shapes:
         fail(OP, "module must hold parameters of a float dtype", f"a {type(module).__name__} without any")

@@ -224,7 +224,8 @@ def tool_hash() -> str:
 
 
 def write(lines: Iterable[Counted]) -> None:
-    """Write these lines to machine_code.csv."""
+    """Write machine_code.csv: a comment with the hash of the counting tool, the names of the columns, and these
+    lines."""
     with FILE.open("w", newline="", encoding="ascii") as file:
         file.write(f"# made by `make machine-code`, a tool of hash {tool_hash()}; instructions.py has the columns\n")
         writer = csv.writer(file, lineterminator="\n")

@@ -112,8 +112,10 @@ def _is_built(path: Path) -> bool:
 def compile_kernel(
     name: str, source: str, metal_version: int = 310, fast_math: bool = False, unrolls: bool = False
 ) -> CompiledKernel:
-    """Compile the source that MLX would pass to Apple's compiler. Raise KernelError if the source is not valid MSL.
-    unrolls: whether clang unrolls loops."""
+    """Compile the source that MLX would pass to Apple's compiler, or load the result from the cache. Raise KernelError
+    if the source is not valid in Metal's language (MSL). name: the kernel's name, for the error. metal_version: the
+    value of `__METAL_VERSION__`. fast_math: whether math functions are the `fast` ones. unrolls: whether clang unrolls
+    loops."""
     shim = _shim(metal_version, fast_math)
     key = digest(source, shim.name, _rules_text(), *["unrolled"] * unrolls)
     counted = cache_folder() / f"{key}.so"

@@ -135,6 +135,15 @@ def _pointers() -> None:
     )
     pointer = "float v[4] = {1, 2, 3, 4};\nthread float* p = v;\no0[i] = p[(i & 7u) + uint(a0[0]) - 1u];"
     written("private array through a pointer", kind, "out-of-bounds", pointer)
+    # clang finds these two only if it puts the function into its caller, where it knows the array's length.
+    array = "float v[3] = {1, 2, 3};\n"
+    pick = "inline float pick(thread const float* v, uint n) { return v[n]; }\n"
+    written("private array of the caller", kind, "out-of-bounds", array + "o0[i] = pick(v, l % 4);", header=pick)
+    total = "template <int N> float sum(thread const float* v) {\nfloat s = 0;\n"
+    total += "for (int n = 0; n <= N; ++n) s += v[n];\nreturn s;\n}\n"
+    written(
+        "loop over a private array of the caller", kind, "out-of-bounds", array + "o0[i] = sum<3>(v);", header=total
+    )
     written(
         "index from the shape of another input",
         kind,

@@ -164,12 +164,14 @@ def runtime_library() -> Path:
     final = cache_folder() / f"runtime-{digest(sources_text('runtime'), zig())}.so"
     if not final.exists():
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-            built = Path(folder) / "runtime.so"
-            flags = "-O2 -fno-exceptions -fno-rtti -fno-sanitize=all -fvisibility=hidden -fPIC -shared -mf16c -mfma"
-            # Without -nostdlib zig first compiles its own start code and helper functions, which takes longer than
-            # the runtime. Python's process has libc and libm.
-            source = ["-nostdlib", str(HERE / "runtime" / "runtime.cpp")]
-            run_tool([zig(), "cc", "-x", "c++", *flags.split(), "-o", str(built), *source], "building the runtime")
+            compiled, built = Path(folder) / "runtime.o", Path(folder) / "runtime.so"
+            flags = "-O2 -fno-exceptions -fno-rtti -fno-sanitize=all -fvisibility=hidden -fPIC -mf16c -mfma"
+            # With a target by name zig takes its own headers of libc, which a machine without a compiler lacks.
+            compiling = [zig(), "cc", "-x", "c++", "-target", "x86_64-linux-gnu", *flags.split(), "-c"]
+            run_tool([*compiling, str(HERE / "runtime" / "runtime.cpp"), "-o", str(compiled)], "compiling the runtime")
+            # Only the linker is called: `zig cc` would first compile its own start code and helper functions, which
+            # takes longer than the runtime. Python's process has libc and libm.
+            run_tool([zig(), "ld.lld", "-shared", "-o", str(built), str(compiled)], "linking the runtime")
             publish(built, final)
     return final
 
@@ -185,9 +187,11 @@ def precompiled_shim(text: str, options: list[str]) -> Path:
             draft.write_text('#include "metal_stdlib.h"\n' + text)
             publish(draft, source)
             # The precompiled header must not contain the time stamp of its source: another process may write an
-            # identical source while this one uses the header.
+            # identical source while this one uses the header. It contains the instances of its templates, which clang
+            # would otherwise make again for every kernel.
             emit = [
                 "-fsyntax-only",
+                "-fpch-instantiate-templates",
                 "-Xclang",
                 "-fno-pch-timestamp",
                 "-Xclang",

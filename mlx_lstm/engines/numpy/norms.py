@@ -50,7 +50,7 @@ class Tiles:
     then runs fewer and longer loops, which takes less time."""
 
     def __init__(self, n: int, B: int, dtype: np.dtype):
-        """Allocate the memory of the repeated row, for an array [n, B]."""
+        """Allocate the memory of the repeated row. n, B: the shape of the array with which it is combined."""
         times = 8 if n % 8 == 0 else 1  # if n cannot be divided, the row is not repeated
         # shape: the shape in which the array is viewed.
         self.shape: tuple[int, int] = (n // times, times * B)
@@ -169,8 +169,8 @@ class Normalisation:
         self.scratch = other.scratch
 
     def add_gradients(self, products: WeightGradients, scale: str, shift: str) -> None:
-        """Add the gradients of scale and shift, which are sums over the steps and the batch, to the gradients of the
-        call. scale, shift: the names that the scale and the shift have in the call."""
+        """Sum the gradients of scale and shift over the batch, and add them to the gradients that `products` collects.
+        scale, shift: the names of the scale and the shift in the call."""
         for name, d in ((scale, self.dscale), (shift, self.dshift)):
             if d is not None and name in products.out:
                 products.add(name, d.sum(axis=1))
@@ -477,7 +477,7 @@ class InputNormOfSteps:
     def back(self, k: int, out: Array) -> None:
         """Write to `out` [G H, B] the gradient of the product at step k of the chunk. Before this call the caller has
         written the gradient of the norm's result to `self.d`."""
-        steps = len(self.ahead)  # the steps of a group
+        steps = len(self.ahead)  # the number of steps in a group
         group, n = divmod(k, steps)  # step k is number n of this group
         if group != self.group:
             x = self.x[group * steps : (group + 1) * steps]
@@ -654,7 +654,8 @@ class NormByFactors:
         self.of_h: Factor = Factor(v["Wh"], eps, B)
         # r: for each step the memory of its factors [1, B]: a view of `norms`, or the same memory for all steps.
         self.r: Any = [np.empty((1, B), dtype)] * T if norms is None else norms.transpose(0, 2, 1)[:, :1]
-        # W (r u) times the scale is (scale W) (r u), and the shift is a bias.
+        # The norm's result is scale W (r u) + shift. So multiply the rows of the weights by the scale, and add the
+        # shift to the bias.
         arrays = with_shift(v, "norm_shift", cell.block("n", problem.H) if cell.op == "gru" else None)
         if "norm_scale" in v:
             arrays["Wh"] = v["Wh"] * v["norm_scale"][:, None]
@@ -774,8 +775,9 @@ class RecurrentNorm:
         start: the first step of the chunk. h_in [N, P]: the h that Wh multiplied, with N = steps x batch."""
         P, B = self.h.shape[1:]
         self.start, self.steps = start, len(h_in) // B
-        # square_h [steps, P, B]. With one batch item the rows of h_in are the steps, so one product serves all of them.
-        # With more items there is a product for each step, whose result [P, B] is contiguous.
+        # Compute square_h [steps, P, B]. With one batch item the rows of h_in are the steps, so one product computes
+        # all of them. With more items a product per step is needed, because the [P, B] of each step shall be
+        # contiguous.
         if B == 1:
             self.square_h: Array = (h_in @ self.norm.square)[:, :, None]
         np.copyto(self.h[: self.steps], h_in.reshape(-1, B, P).transpose(0, 2, 1))
@@ -886,7 +888,7 @@ class NormBackward:
         norm.prepare_backward(scaled=self.d, scale="norm_scale" in v, shift=has_shift)
         self.ended: Array | None = None  # the indices of the batch items that have ended before this step, or None
         if self.of_input is not None:
-            self.of_input.norm.share_scratch(norm)  # so that fewer arrays are in the cache
+            self.of_input.norm.share_scratch(norm)  # so that the CPU's cache holds fewer arrays
         self.candidate: slice = cell.block("n", problem.H) if "bhn" in v else slice(0)  # the rows of a GRU's candidate
         # dx: the gradients of the input's part of the gates in `other`, which a step writes. self.other: for each of
         # these gates its rows in `d` and its part of `dx`. Only a step that computes the norm of the input's product

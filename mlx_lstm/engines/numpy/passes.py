@@ -180,7 +180,7 @@ class BackwardSweep:
             self.products.add(params, self.step.dparams.sum(axis=1))
 
     def run_chunk(self, start: int, stop: int) -> None:
-        """Run the steps from `start` to `stop` backward, then add their weight gradients."""
+        """Run the steps from `start` to `stop` backward, then add their terms to the weight gradients."""
         problem, v, step, dh, dc = self.problem, self.v, self.step, self.dh, self.dc
         # dv: the cotangents of these steps, with 0 in the padding (steps after an item's end), which may contain NaN.
         dv = {name: self.without_padding(self.dv[name], start, stop) for name in SEQUENCES if name in self.dv}

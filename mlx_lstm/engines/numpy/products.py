@@ -30,7 +30,7 @@ Order = tuple[int, int, int]
 """The type of an order of the three axes of a sequence: a permutation of 0, 1, 2."""
 
 TIME_MAJOR, BATCH_MAJOR, FEATURE_MAJOR = (0, 1, 2), (1, 0, 2), (0, 2, 1)
-"""Orders of the axes of a sequence [T, B, .] in memory: FEATURE_MAJOR is [T, ., B]."""
+"""The orders in which the axes of a sequence [T, B, .] may lie in memory: [T, B, .], [B, T, .] and [T, ., B]."""
 
 CHUNK_ROWS = 1024
 """The largest number of rows (steps x batch) of one matrix product over time in the backward pass, except that a

@@ -39,7 +39,7 @@ UFUNCS = {
     "atanh": "arctanh", "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "eq": "equal",
     "ne": "not_equal", "and": "logical_and", "or": "logical_or", "not": "logical_not",
 }  # fmt: skip
-"""For each operation of a graph that is a single NumPy function: the name of the function."""
+"""{operation of a graph: name of the single NumPy function that computes it}."""
 
 COMPOSED: dict[str, str] = {
     "matmul": "matmul({1}, {0}, {out})",  # arrays are feature-major, so the matrix becomes the left factor
@@ -64,7 +64,7 @@ operands, {out} is the result; t0, t1, t2 are scratch arrays, `one` is the numbe
 
 
 OVERWRITES = frozenset((*UFUNCS, "clip", "sign"))
-"""The operations whose result may lie in the memory of an operand."""
+"""The operations whose result may be written to the memory of an operand."""
 
 LIMITS = ("k0", "k1")
 """The names of the limits of c and of a projected h. Each is an array of one number."""
@@ -163,7 +163,7 @@ def lowered(
             number[n] = graph.node(Node("sub", (args[0], graph.nodes[args[1]].args[0])))
         elif (clipped := before_clip(nodes, node, known)) is not None:
             number[n] = graph.node(Node("clip", (number[clipped], args[1])))
-        # y (1 - y) as y - y * y
+        # Compute y (1 - y) as y - y * y, if `squares`.
         elif squares and node.op == "mul" and graph.nodes[args[1]] == Node("sub", (one, args[0])):
             number[n] = graph.node(Node("sub", (args[0], graph.node(Node("mul", (args[0], args[0]))))))
         else:
@@ -251,7 +251,7 @@ class Groups:
             if op not in UFUNCS or op in CONDITIONS or not varying:  # groups have single functions with float results
                 continue
             if all(k in self.by_row for k in varying) and len({self.by_row[k][0] for k in varying}) == 1:
-                # All operands are functions of one row, so node n is one, too.
+                # All operands are functions of the same row, so node n is a function of this row, too.
                 texts = [self.by_row[k][1] if k in self.by_row else str(self.nodes[k].value) for k in args]
                 text = f"{op}({','.join(sorted(texts) if op in COMMUTES else texts)})"
                 self.by_row[n] = self.by_row[varying[0]][0], text
@@ -572,13 +572,13 @@ class Writer:
         return places(name, len(unit))
 
     def overwritable(self, place: Place) -> bool:
-        """Return whether the statements may overwrite this place's array with other values: it is a scratch array, or
-        the caller allows it."""
+        """Return whether the statements may overwrite the array of this place: it is a scratch array, or the caller
+        allows it."""
         return place.array in self.scratch or place.array in self.may_overwrite
 
     def write_one(self, t: int, n: int, unit: Sequence[int]) -> None:
-        """Append the statement of node n, which belongs to the group `unit`, number t. Its result goes to its target;
-        else over an operand that no later statement reads; else to a scratch array."""
+        """Append the statement of node n, which belongs to the group `unit`, number t. Write the result to its target
+        if it has one, else over an operand that no later statement reads, else to a scratch array."""
         # kind: which scratch array the result needs: one block, bool or float, as wide as a projected h or not.
         node, kind = self.nodes[n], Scratch(1, self.nodes[n].op in CONDITIONS, n in self.wide)
         place = self.into.get(n)

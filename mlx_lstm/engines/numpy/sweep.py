@@ -133,7 +133,7 @@ def backward(
     gradients as two factors, which `multiplied` then multiplies. left_out: the names of gradients that nobody needs,
     () or ("x",).
     """
-    # Without training the forward pass saved too little, and runs again.
+    # Run the forward pass again if it did not save what this pass reads, as without training.
     if any(saved.get(name) is None for name in reads(problem.cell)):
         saved = forward(problem._replace(training=True), arrays)
     packing = problem.packing
@@ -222,7 +222,7 @@ def multiplied(gradients: Arrays) -> Arrays:
     """
     blocks: dict[str, list[mx.array]] = {}
     factors = iter([name for name in gradients if " " in name])
-    for left, right in zip(factors, factors, strict=True):  # one iterator twice: its next two names are a pair
+    for left, right in zip(factors, factors, strict=True):  # the same iterator twice, so each turn takes two names
         blocks.setdefault(left.partition(" ")[0], []).append(gradients[left].T @ gradients[right])
     products = {name: each[0] if len(each) == 1 else mx.concatenate(each) for name, each in blocks.items()}
     return products | {name: gradient for name, gradient in gradients.items() if " " not in name}

@@ -317,7 +317,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     sweep |= {"y": norms["y"]} if norms else {}
     if problem.cell.carried:
         return sweep | {"dh0": dh, "dc0": dc}
-    del sweep["dh"]  # only the gradient of an LSTM's projection needs it
+    del sweep["dh"]  # only the gradient of an LSTM's projection reads it
     return sweep | {"dh0": dh}
 
 
@@ -340,7 +340,7 @@ class StepGradients(NamedTuple):
 
 
 class StepBackward:
-    """The backward pass of one step, computed from the graph of the cell's derivative."""
+    """Computes the gradients of one step after the other, from the graph of the cell's derivative."""
 
     def __init__(self, problem: Problem, arrays: Arrays, exposes: bool):
         """Prepare the graph and the values that are the same at all steps. exposes: whether the gates have
@@ -510,7 +510,7 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
     """
     gradients = input_gradients(arrays, sweep["dz"])
     if problem.bidirectional:
-        # each: for each direction its arrays of the call, of the forward pass and of the backward steps.
+        # each: for each direction three dicts: its parts of `arrays`, `saved` and `sweep`.
         each = [[part(values, d) for values in (arrays, saved, sweep)] for d in range(2)]
         parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(each)]
         gradients |= join_gradients(parts, arrays)
@@ -651,7 +651,7 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array, y: Array | N
         return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
     Wh_n = arrays["Wh"][cell.block("n", problem.H)]  # the rows of the candidate n
-    # `scaled` returns y times the scale plus the shift; `by_gate` divides it into the gates.
+    # q: the candidate's product or, with a norm, the candidate's part of the scaled and shifted y.
     q = flat(h_in) @ Wh_n.T if y is None else flat(by_gate(cell, norm_of(cell, arrays).scaled(y))["n"])
     return {"q": (q + arrays["bhn"] if "bhn" in arrays else q).reshape(h_prev.shape)}
 
@@ -724,8 +724,8 @@ def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
 
 
 def without_padding(lengths: Array | None, sequence: Array) -> Array:
-    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding must not enter a sum: a NaN in it
-    would spoil the sum even if it were multiplied by 0."""
+    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding after its end may contain NaN, which
+    would make a sum NaN even if it were multiplied by 0."""
     if lengths is None:
         return sequence
     return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)  # true where step t < the item's length

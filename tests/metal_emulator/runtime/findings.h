@@ -14,8 +14,9 @@ enum Kind {
   kSimdgroup, kStack, kMisaligned
 };
 
-// One finding. pc, other_pc: addresses in the kernel's machine code, from which Python finds the source lines if `line`
-// is 0. ctypes reads this structure as `CFinding` in ../runtime.py: both must have the same fields in the same order.
+// One finding: a defect of the kernel that a check found. pc, other_pc: addresses in the kernel's machine code, from
+// which Python finds the source lines if `line` is 0. ctypes reads this structure as `CFinding` in ../runtime.py: both
+// must have the same fields in the same order.
 struct Finding {
   u32 kind, thread, other_thread, group, line, column;
   u64 pc, other_pc;
