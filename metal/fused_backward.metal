@@ -143,15 +143,15 @@ void store_first(
   }
 }
 
-// Run the backward pass. group: the threadgroup's number along the batch, and the direction. index: the thread's number
-// among `threads`. TWO: whether a step has two products; FIRST: how many runs of 4 numbers a lane multiplies in the
-// first one, whose operand has H numbers. lane: the lane's number in its unit; s: its number among the GROUP lanes that
-// share a product. real: whether the lane has a unit. If the units fill whole simdgroups, every lane has one, and the
-// compiler drops the comparison with H. has_gate: whether the lane also has a gate (lane 3 of a GRU has none). row: the
-// block of the operand that the lane writes, or -1. block: the block of the arrays that it reads, that of its gate;
-// lane 3 of a GRU reads that of the candidate. p: the lane's constant, a peephole weight or bhn. limit: the limit of c.
-// HALF, SIZE: how many vectors a half of the buffer has, and the whole buffer. Besides dz, dh0 and dc0 the kernel
-// writes two arrays, which may be absent:
+// Run the backward pass. group: the threadgroup's index along the batch, and the direction. index: the thread's index
+// among the `threads` threads of the threadgroup. TWO: whether a step has two products; FIRST: how many runs of 4
+// numbers a lane multiplies in the first one, whose operand has H numbers. lane: the lane's index among those that
+// share its unit; s: its number among the GROUP lanes that share a product. real: whether the lane has a unit. If the
+// units fill whole simdgroups, every lane has one, and the compiler drops the comparison with H. has_gate: whether the
+// lane also has a gate (lane 3 of a GRU has none). row: the block of the operand that the lane writes, or -1. block:
+// the block of the arrays that it reads, that of its gate; lane 3 of a GRU reads that of the candidate. p: the lane's
+// constant, a peephole weight or bhn. limit: the limit of c. HALF, SIZE: how many vectors a half of the buffer has, and
+// the whole buffer. Besides dz, dh0 and dc0 the kernel writes two arrays, which may be absent:
 //   d_out  [., B, D G H]       d, if it differs from dz
 //   carry  [., B, D H] float   for an LSTM the gradient of keep * c; for the other cells the part of the gradient of
 //                              keep * h that does not go through the product

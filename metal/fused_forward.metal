@@ -37,8 +37,9 @@
 // Compute the recurrent product for ROWS batch items, summed over the GROUP lanes that share it. A sum belongs to one
 // batch item, one gate and one unit. On return sums[r] holds the sums of batch item r and of the lane's own unit;
 // Lanes<Cell>::sum_of_unit says for which gates the lane has them. WANTED: the gates to compute, one bit each. x: the
-// operand in threadgroup memory, from the first number that this lane multiplies. lane: the lane's number in its unit.
-// In the call of add_product, 0 is the lane's first weight vector, and the GATES after it the number of sums per unit.
+// operand in threadgroup memory, from the first number that this lane multiplies. lane: the lane's index among those
+// that share its unit. In the call of add_product, 0 is the lane's first weight vector, and the GATES after it the
+// number of sums per unit.
 template <class Cell, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
 void add_products(
     thread float (&sums)[ROWS][UNITS * Cell::GATES], thread const V* resident, const device V* streamed,
@@ -106,14 +107,14 @@ void store_last(
   }
 }
 
-// Run the forward pass. group: the threadgroup's number along the batch, and the direction. index: the thread's number
-// among `threads`. s: the lane's number among the GROUP lanes that share a product; lane: its number in its unit.
-// block: the position of the lane's gate, -1 if it has no gate. real: whether the lane has a unit; a lane past H only
-// takes part in the product. If the units fill whole simdgroups, every lane has a unit, and the compiler drops the
-// comparison with H. own: where the unit's h lies in an operand. writes: whether the lane has the states of a unit;
-// h_now and c_now are valid only there. HALF: how many vectors a half of the double buffer has. TWO: whether a step has
-// two products; the second one is for gate n only, whose bit is 4. y: the lane's z, then its gate. m: the new h, in the
-// lane that writes. a.numbers: forget bias and limit of c of an LSTM.
+// Run the forward pass. group: the threadgroup's index along the batch, and the direction. index: the thread's index
+// among the `threads` threads of the threadgroup. s: the lane's number among the GROUP lanes that share a product;
+// lane: its index among those that share its unit. block: the position of the lane's gate, -1 if it has no gate. real:
+// whether the lane has a unit; a lane past H only takes part in the product. If the units fill whole simdgroups, every
+// lane has a unit, and the compiler drops the comparison with H. own: where the unit's h lies in an operand. writes:
+// whether the lane has the states of a unit; h_now and c_now are valid only there. HALF: how many vectors a half of the
+// double buffer has. TWO: whether a step has two products; the second one is for gate n only, whose bit is 4. y: the
+// lane's z, then its gate. m: the new h, in the lane that writes. a.numbers: forget bias and limit of c of an LSTM.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void fused_forward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {

@@ -189,11 +189,11 @@ void states_backward(
     thread float (&)[ROWS]) {}
 
 // Compute one step of the lane's unit in reverse. The parameters without a name are for cells with a norm. lane: the
-// lane's number in its unit. p: its constant (a peephole weight, or bhn). limit: the limit of c. after: c after the
-// step. numbers: the numbers that this step has read. dc: on entry the gradient of c from later steps, on return the
-// gradient of c before the step. item.d and item.past are the parameters d and dh of Lanes<Cell>::backward. That
-// function has one parameter for two uses: an LSTM (CARRIED is 1) gets the cotangent of c there, a GRU (CARRIED is 0)
-// its candidate's recurrent product q.
+// lane's index among those that share its unit. p: its constant (a peephole weight, or bhn). limit: the limit of c.
+// after: c after the step. numbers: the numbers that this step has read. dc: on entry the gradient of c from later
+// steps, on return the gradient of c before the step. item.d and item.past are the parameters d and dh of
+// Lanes<Cell>::backward. That function has one parameter for two uses: an LSTM (CARRIED is 1) gets the cotangent of c
+// there, a GRU (CARRIED is 0) its candidate's recurrent product q.
 template <class Cell, class Index>
 void unit_backward(
     Absent, int, int lane, float p, float limit, float after, thread const StepNumbers<Cell>& numbers,

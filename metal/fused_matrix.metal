@@ -114,12 +114,14 @@ void read_inputs(
 
 // Run the forward pass: h = cell(z_t + (mask_t * h_prev) Wh^T, ...). `vectors` is a double buffer [2][padded H][8
 // items]: the current step reads the masked h from one half, and writes the masked h of the next step into the other.
-// One barrier per step separates these writes from the next reads. group: the threadgroup's number along the batch, and
-// the direction. index: the thread's number among `threads`. column: the number of the lane's first batch item in the
-// threadgroup; b0: its number in the batch. read: the unit whose numbers the lane reads. A lane without a unit reads
-// those of unit 0, and a lane without an item those of the last item, so that no read leaves the arrays. HALF: how many
-// floats a half of the double buffer has. COUNT: how many weight vectors a lane has. AHEAD: whether a step's numbers
-// are read before the product. p: the unit's constants.
+// One barrier per step separates these writes from the next reads. group: the threadgroup's index along the batch, and
+// the direction. index: the thread's index among the `threads` threads of the threadgroup. column: the index of the
+// lane's first batch item in the threadgroup; b0: its index in the batch. read: the unit whose numbers the lane reads.
+// A lane without a unit reads those of unit 0, and a lane without an item those of the last item, so that no read
+// leaves the arrays. HALF: how many floats a half of the double buffer has. COUNT: how many vectors of 4 weights a lane
+// multiplies at each step. The lane keeps the first RESIDENT of them in its registers (`resident`), and reads the
+// others from memory at each step (`streamed`). AHEAD: whether a step's numbers are read before the product. p: the
+// unit's constants.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -301,11 +303,12 @@ void store_sums(
 // holds the gradients of the recurrent products at the current step, which are the operand of the product with Wh.
 // VECTORS is 2 (a double buffer), or 1 if threadgroup memory has no space for two. Barriers: one per step, between
 // writing the operand and the product that reads it; with a single buffer a second one, between the product and the
-// writes of the next step. group: the threadgroup's number along the batch, and the direction. index: the thread's
-// number among `threads`. column: the number of the lane's first batch item in the threadgroup; b0: its number in the
-// batch. read: the unit whose numbers the lane reads, 0 if it has no unit. K: how many numbers the operand has per
-// item. HALF: how many floats one buffer has. COUNT: how many weight vectors a lane has. AHEAD: whether a step's
-// numbers are read before the product of the step processed before it.
+// writes of the next step. group: the threadgroup's index along the batch, and the direction. index: the thread's index
+// among the `threads` threads of the threadgroup. column: the index of the lane's first batch item in the threadgroup;
+// b0: its index in the batch. read: the unit whose numbers the lane reads, 0 if it has no unit. K: how many numbers the
+// operand has per item. HALF: how many floats one buffer has. COUNT: how many vectors of 4 weights a lane multiplies at
+// each step; the first RESIDENT of them stay in its registers (`resident`), and it reads the others from memory
+// (`streamed`). AHEAD: whether a step's numbers are read before the product of the step processed before it.
 template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, class Arrays>
 void fused_matrix_backward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {

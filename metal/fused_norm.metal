@@ -239,9 +239,9 @@ void standardise_backward(
 // Normalise the recurrent product of each lane's own gate or, if IS_SUM, the sum of this product and y, the input's
 // part of the preactivation. For batch item r the lane's product is in sums[r][0]; the product of a GRU's candidate,
 // its last gate, is in sums[r][LAST]. The result is written to both places. If it includes y, y becomes 0, because the
-// cell's step adds y to the sum. lane: the lane's number in its unit, which is the number of its gate. last: whether
-// this is the lane of a GRU's candidate. always: whether every lane has a number, so that the compiler can leave out
-// the test of norm.counts.
+// cell's step adds y to the sum. lane: the lane's index among those that share its unit; it is the number of the lane's
+// gate. last: whether this is the lane of a GRU's candidate. always: whether every lane has a number, so that the
+// compiler can leave out the test of norm.counts.
 template <class Cell, int H, int ROWS, int SLOTS>
 void normalise(
     thread const NormLane& norm, int lane, thread float (&y)[ROWS], thread float (&sums)[ROWS][SLOTS]) {
@@ -338,11 +338,12 @@ void read_norm(
 }
 
 // Compute dc[r], the gradient of c before its norm, for ROWS batch items. On entry dc is the gradient of c from later
-// steps. t: the step's time index. p: the lane's peephole weight. numbers: ds[1] is the cotangent of c, the gradient
-// that the caller gives for it. after: number 1 is c after the step. saved: on return c_y is s_output(normalised c),
-// which unit_backward needs. Also write the gradient of the normalised c to a.d_norm_c, from which MLX computes the
-// gradients of scale and shift. real: whether the lane has a unit; if the units fill whole simdgroups, every lane has
-// one, and the compiler drops the comparison with H.
+// steps. t: the step's time index. p: the lane's peephole weight. numbers[r].ds[1] is the cotangent of c, the gradient
+// that the caller gives for it. after[r][1] is c after the step. On return saved.c_y[r] is s_output(normalised c),
+// which unit_backward needs; s_output is the activation of the factor of gate o in m = o s_output(c). Also write the
+// gradient of the normalised c to a.d_norm_c, from which MLX computes the gradients of scale and shift. real: whether
+// the lane has a unit; if the units fill whole simdgroups, every lane has one, and the compiler drops the comparison
+// with H.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     thread const NormLane& norm, thread NormNumbers<ROWS>& saved, thread const Arrays& a, int t, float p,
@@ -388,11 +389,11 @@ void states_backward(
   }
 }
 
-// Compute one step of one unit of batch item r in reverse, for a cell with a norm. lane: the lane's number in its unit.
-// p: its peephole weight. limit: the limit of c. after: c after the step. dc: on entry the gradient of c or, with a
-// norm of c, the gradient of c before the norm, from states_backward; on return the gradient of c before the step.
-// item.d: on return the gradient of the lane's preactivation. item.past: on return the part of the gradient of h before
-// the step that does not go through the product.
+// Compute one step of one unit of batch item r in reverse, for a cell with a norm. lane: the lane's index among those
+// that share its unit. p: its peephole weight. limit: the limit of c. after: c after the step. dc: on entry the
+// gradient of c or, with a norm of c, the gradient of c before the norm, from states_backward; on return the gradient
+// of c before the step. item.d: on return the gradient of the lane's preactivation. item.past: on return the part of
+// the gradient of h before the step that does not go through the product.
 template <class Cell, int ROWS, class Index>
 void unit_backward(
     thread const NormNumbers<ROWS>& saved, int r, int lane, float p, float limit, float after,

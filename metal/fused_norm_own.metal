@@ -51,9 +51,9 @@ struct OwnNormMemory {
 template <class Cell, int H, int ROWS, class E> int own_norm_size(E) { return OwnNormMemory<Cell, H, ROWS>::END; }
 
 // Return the numbers that a lane needs for the norm of its gates. eps: the array norm_eps, with one number. lane: the
-// lane's number in its unit. real: whether the lane has a unit. If a lane has fewer gates than COUNT, it reads the
-// scale of the last gate, and counts[j] is 0. M is only used for members that do not depend on the number of batch
-// items, so this number is 1.
+// lane's index among those that share its unit. real: whether the lane has a unit. If a lane has fewer gates than
+// COUNT, it reads the scale of the last gate, and counts[j] is 0. M is only used for members that do not depend on the
+// number of batch items, so this number is 1.
 template <class Cell, int H, class E, class Arrays>
 OwnNormLane<OwnNormMemory<Cell, H, 1>::COUNT> own_norm_of_lane(
     E eps, thread const Arrays& a, int direction, int lane, int unit, bool real, uint index,
@@ -128,10 +128,10 @@ void standardise_gates(thread const OwnNormLane<COUNT>& norm, thread float (&x)[
 }
 
 // Normalise the recurrent products of all gates or, if IS_SUM, the sums of these products and the input's parts
-// numbers[r].z. On return `sums` has the results; if they contain z, z becomes 0. lane: the lane's number in its unit.
-// With SCATTERS a lane has the product of one gate, in sums[r][0]. Otherwise it has the products of all gates: it
-// normalises those of its own gates, and of_lane sends the results to all lanes of the unit. The loops over k compare
-// the lane's number with constants, so that the compiler knows every register index.
+// numbers[r].z. On return `sums` has the results; if they contain z, z becomes 0. lane: the lane's index among those
+// that share its unit. With SCATTERS a lane has the product of one gate, in sums[r][0]. Otherwise it has the products
+// of all gates: it normalises those of its own gates, and of_lane sends the results to all lanes of the unit. The loops
+// over k compare the lane's number with constants, so that the compiler knows every register index.
 template <class Cell, int H, int ROWS, class Numbers, int SIZE, int COUNT>
 void normalise_gates(
     thread const OwnNormLane<COUNT>& norm, int lane, thread Numbers (&numbers)[ROWS],
@@ -181,9 +181,10 @@ struct OwnNormNumbers {
 template <int ROWS, int COUNT>
 OwnNormNumbers<ROWS, COUNT> own_norm_numbers(thread const OwnNormLane<COUNT>&) { return {}; }
 
-// Read the normalised numbers y and the factors r of step n, for ROWS batch items. now: the step's position in an array
-// [T, B, D H]. item: the unit's positions in an array [B, D H], one per batch item. group: the threadgroup's number
-// along the batch. lane: the lane's number in its unit. at: the position of this step and item in an array [T, B, D].
+// Read the normalised numbers y and the factors r of step n, for ROWS batch items. now: the offset of the step's first
+// element in an array [T, B, D H]. item[r]: the offset of the unit's element of batch item r in an array [B, D H].
+// group: the threadgroup's index along the batch. lane: the lane's index among those that share its unit. at: the
+// position of this step and item in an array [T, B, D].
 template <class Cell, int H, int ROWS, int COUNT, class Index, class Arrays>
 void read_gates(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
@@ -247,9 +248,10 @@ void standardise_gates_backward(thread const OwnNormLane<COUNT>& norm, thread Ow
 
 // Compute the gradients of the recurrent products from the gradients of the norms' results in numbers.d. Write them to
 // a.d_product, and to `operands` in threadgroup memory, where the product with Wh reads them. `operands` has one row
-// per batch item, of ROW vectors of 4 floats. now: the step's position in an array [T, B, D H], which counts from time
-// index 0. item: the unit's positions in an array [B, D H]. earlier: the number of elements of an array [T, B, D H]
-// before the launch's first time index, where the output d_product begins. lane: the lane's number in its unit.
+// per batch item, of ROW vectors of 4 floats. now: the offset of the step's first element in an array [T, B, D H].
+// item[r]: the offset of the unit's element of batch item r in an array [B, D H]. earlier: how many elements of an
+// array [T, B, D H] come before the launch's first time index. The output d_product begins at this time index, so
+// `earlier` is subtracted. lane: the lane's index among the LANES lanes that share the unit.
 template <class Cell, int H, int ROW, class S, int ROWS, int COUNT, class Index, class Arrays>
 void own_products_backward(
     thread const OwnNormLane<COUNT>& norm, thread OwnNormNumbers<ROWS, COUNT>& numbers, thread const Arrays& a,

@@ -36,7 +36,7 @@ template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint,
 // Load a lane's part of the COUNT values that an array has for one unit at one step of one batch item. The LANES lanes
 // of a unit divide these values among themselves: values[j] gets value number LANES * j + lane, or the last value if
 // there is no such number, so that no read leaves the array. at: the position that the unit has in an array with one
-// value per unit. lane: the lane's number in its unit.
+// value per unit. lane: the lane's index among those that share its unit.
 template <int COUNT, int LANES, int H, class Index, class A>
 void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[REGISTERS_OF<COUNT, LANES>]) {
 #pragma clang loop unroll(full)
@@ -49,7 +49,7 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
 // Store a lane's part of the COUNT values that an array has for one unit at one step of one batch item. The LANES lanes
 // of a unit divide these values among themselves: values[j] is value number LANES * j + lane. If COUNT is 0, the array
 // is absent and `store` does nothing. at: the position that the unit has in an array with one value per unit. lane: the
-// lane's number in its unit.
+// lane's index among those that share its unit.
 template <int COUNT, int LANES, int H, class Index, class A>
 void store_blocks(A array, Index at, int lane, int unit, thread const float* values) {
 #pragma clang loop unroll(full)

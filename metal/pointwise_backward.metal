@@ -46,9 +46,9 @@ struct BackwardNumbers {
   float before[Cell::CARRIED + 1], outside[Cell::CARRIED + 1], keep, mask;
 };
 
-// Read the numbers that a lane needs at backward step n, for ROWS batch items. now: the step's position in an array [T,
-// B, D H]. item: the unit's positions in an array [B, D H], one per batch item. group: the threadgroup's number along
-// the batch. lane: the lane's number in its unit.
+// Read the numbers that a lane needs at backward step n, for ROWS batch items. now: the offset of the step's first
+// element in an array [T, B, D H]. item[r]: the offset of the unit's element of batch item r in an array [B, D H].
+// group: the threadgroup's index along the batch. lane: the lane's index among those that share its unit.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
@@ -72,8 +72,8 @@ void read_numbers(
   }
 }
 
-// If step n is the first step of its batch item, set the states before the step to h0 and c0. item: the unit's position
-// in an array [B, D H]. length: the item's number of steps.
+// If step n is the first step of its batch item, set the states before the step to h0 and c0. item: the offset of the
+// unit's element in an array [B, D H]. length: the item's number of steps.
 template <class Cell, int H, class Index, class Arrays>
 void use_first_states(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index item, int length, int unit,
@@ -118,9 +118,9 @@ void store_step(
 }
 
 // Store the results of a backward launch: ds, the gradients of the first states, into dh0 and dc0, and the gradients dw
-// of the parameters. item: the unit's positions in an array [B, D H], one per batch item. group: the threadgroup's
-// number, which is the position on the first axis of the array dw. writes: whether the lane is the one of its unit that
-// writes. dh0 always exists; `store` does nothing if another array is absent.
+// of the parameters. item[r]: the offset of the unit's element of batch item r in an array [B, D H]. group: the
+// threadgroup's number, which is the position on the first axis of the array dw. writes: whether the lane is the one of
+// its unit that writes. dh0 always exists; `store` does nothing if another array is absent.
 template <class Cell, int H, int ROWS, class S, class Index, class Arrays>
 void store_ends(
     thread const Arrays& a, thread const Sweep& sweep, thread const Index (&item)[ROWS], uint group, bool writes,
@@ -147,13 +147,14 @@ float sum_of_unit(thread float (&sums)[UNITS]) {
 }
 
 // Run the backward pass. A threadgroup computes ROWS items. If fewer are left, it computes the last item several times,
-// but adds it to the sum dw only once. group: the threadgroup's number along the batch, and the direction. index: the
-// thread's number among `threads`. s: the lane's number among the GROUP lanes that share a product; lane: its number in
-// its unit. own: its unit. real: whether there is such a unit; if the units fill whole simdgroups, there always is one,
-// and the compiler drops the comparison with H. ds: the gradients of the states from later steps. now: the states after
-// the step. back: at first the gradients of the states after the step, then those of the states before it. w, dw: the
-// parameters and their gradients. ND, V, U: the sizes of d, dw and du. norm, of_norm: the numbers that a lane needs for
-// layer normalisation (fused_norm_own.metal). HALF: how many vectors a half of the double buffer has.
+// but adds it to the sum dw only once. group: the threadgroup's index along the batch, and the direction. index: the
+// thread's index among the `threads` threads of the threadgroup. s: the lane's number among the GROUP lanes that share
+// a product; lane: its index among those that share its unit. own: its unit. real: whether there is such a unit; if the
+// units fill whole simdgroups, there always is one, and the compiler drops the comparison with H. ds: the gradients of
+// the states from later steps. now: the states after the step. back: at first the gradients of the states after the
+// step, then those of the states before it. w, dw: the parameters and their gradients. ND, V, U: the sizes of d, dw and
+// du. norm, of_norm: the numbers that a lane needs for layer normalisation (fused_norm_own.metal). HALF: how many
+// vectors a half of the double buffer has.
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;

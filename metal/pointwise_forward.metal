@@ -36,10 +36,10 @@ struct ForwardNumbers {
   float z[REGISTERS_OF<Cell::GATES, Lanes<Cell>::LANES>], inputs[SIZE_FOR<Cell::INPUTS>], keep, mask;
 };
 
-// Read the numbers that a lane needs at step n for batch item b. now: the step's position in an array [T, B, D H].
-// item: the unit's position in an array [B, D H]; now + item is the unit's position at this step. lane: the lane's
-// number in its unit. If all steps share one mask, the array of masks has only one time index. The last argument of
-// load_all, 0, is the first element of `inputs` to be set.
+// Read the numbers that a lane needs at step n for batch item b. now: the offset of the step's first element in an
+// array [T, B, D H]. item: the offset of the unit's element in an array [B, D H]; now + item is the unit's position at
+// this step. lane: the lane's index among those that share its unit. If all steps share one mask, the array of masks
+// has only one time index. The last argument of load_all, 0, is the first element of `inputs` to be set.
 template <class Cell, int H, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, int b, Index item, int lane, int unit,
@@ -88,12 +88,13 @@ void products_of_unit(
 
 // Run the forward pass. Past an item's end outputs are 0 and the states stay unchanged. The kernel selects these values
 // with conditions instead of multiplying by 0, because the new states may be NaN there. If fewer than ROWS items are
-// left, the last one is computed several times, with the same results. group: the threadgroup's number along the batch,
-// and the direction. index: the thread's number among `threads`. s: the lane's number among the GROUP lanes that share
-// a product; lane: its number in its unit. own: its unit. real: whether there is such a unit; if the units fill whole
-// simdgroups, there always is one, and the compiler drops the comparison with H. writes: whether the lane is the one
-// that writes the unit's states. HALF: how many vectors a half of the double buffer has. w: the parameters. norm: the
-// numbers that a lane needs for layer normalisation (fused_norm_own.metal).
+// left, the last one is computed several times, with the same results. group: the threadgroup's index along the batch,
+// and the direction. index: the thread's index among the `threads` threads of the threadgroup. s: the lane's number
+// among the GROUP lanes that share a product; lane: its index among those that share its unit. own: its unit. real:
+// whether there is such a unit; if the units fill whole simdgroups, there always is one, and the compiler drops the
+// comparison with H. writes: whether the lane is the one that writes the unit's states. HALF: how many vectors a half
+// of the double buffer has. w: the parameters. norm: the numbers that a lane needs for layer normalisation
+// (fused_norm_own.metal).
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;

@@ -182,9 +182,9 @@ void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thre
   }
 }
 
-// Load the states of unit j of batch item b at time index t, as far as their bit in READ is 1; bit 0 is that of h.
-// states[0] is h, from the array `h`; the C other states are from the array `others`. States with bit 0 in READ, and
-// those of an absent array, become 0.
+// Load the states of unit j of batch item b at time index t. states[0] is h, from the array `h`; the C other states are
+// from the array `others`. Only those states are loaded that the cell's backward step reads: bit k of READ says whether
+// it reads states[k]. A state whose bit in READ is not set, or whose array is absent, becomes 0.
 template <class Cell, int READ, class A, class B>
 void take_needed(
     thread const Step& s, A h, B others, int t, int b, int j, thread float (&states)[Cell::CARRIED + 1]) {

@@ -54,8 +54,8 @@ void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thre
 }
 
 // Add this lane's share of the products over one segment (an equal part of the K terms) to `partial`. rows: the lane's
-// pointers into x, one per batch item. columns: its pointers into the weights. k: the number within the segment to
-// which these pointers are set, 4 * lane at first. length: how many numbers the segment has.
+// pointers into x, one per batch item. columns: its pointers into the weights. k: the index within the segment of the
+// elements to which these pointers point, 4 * lane at first. length: how many elements the segment has.
 template <int ROWS, int OWN, class R, class W>
 void add_products(
     thread R (&rows)[ROWS], thread ItemsRow<W> (&columns)[OWN], int k, int length, thread float (&partial)[OWN][ROWS]) {
@@ -65,8 +65,8 @@ void add_products(
   for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
 }
 
-// The product of ROWS batch items and COLUMNS columns by the 256 threads of a threadgroup. The head of this file
-// explains the names.
+// The 256 threads of a threadgroup compute the recurrent products of HEIGHT batch items for WIDTH columns. A column is
+// one unit of one gate, and its products use one row of the weights.
 template <int HEIGHT, int WIDTH>
 struct ByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };

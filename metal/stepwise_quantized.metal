@@ -119,8 +119,9 @@ void multiply(
   }
 }
 
-// The product of ROWS batch items and COLUMNS columns with quantized weights, computed by 64 threads: 8 teams of 8
-// lanes.
+// The 64 threads of a threadgroup, which are 8 teams of 8 lanes, compute the recurrent products of HEIGHT batch items
+// for WIDTH columns, with quantized weights. A column is one unit of one gate, and its products use one row of the
+// weights.
 template <int HEIGHT, int WIDTH>
 struct QuantizedByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 64 };

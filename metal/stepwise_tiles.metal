@@ -191,20 +191,25 @@ void multiply_rest(
   }
 }
 
-// The product of HEIGHT batch items and WIDTH columns. A simdgroup of 32 threads computes eight columns, or with SLICES
-// > 1 a part of the terms of eight columns. So there are 4 threads for each column and slice.
+// The threads of a threadgroup compute the recurrent products of HEIGHT batch items for WIDTH columns. A column is one
+// unit of one gate, and its products use one row of the weights. A simdgroup of 32 threads computes eight columns. With
+// SLICES > 1 that many simdgroups share eight columns: each adds up a part of the terms, a slice. So there are 4
+// threads for each column and slice.
 template <int HEIGHT, int WIDTH, int SLICES>
 struct ByTiles {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 4 * WIDTH * SLICES };
 
-  // Compute the product into `block.sums`. The K terms consist of SEGMENTS parts of `length` terms each, and a part is
-  // processed in turns of 128 terms.
+  // Write the recurrent products of x and the weights to `block.sums`: for each batch item and column the sum of K
+  // terms. The K terms consist of SEGMENTS parts of `length` terms each, and a part is added in turns of 128 terms. In
+  // a turn the threads first copy 128 numbers of each batch item into the tile, threadgroup memory [ROWS][PITCH] that
+  // later holds the sums.
   //   STEP, OWN   the number of simdgroups; how many rows of the tile (batch items) each simdgroup copies
   //   copied, operands   where this thread's numbers begin in the tile, to write them and to read them
   // Barriers: each turn has one barrier between the copies and the products, and one between the products and the next
   // writes to this memory, which are the copies of the next turn or the sums. At the end one barrier separates the
-  // writes of the sums from their reads. With slices, a thread then adds up the sums of only those cells that it
-  // computes later: number thread, thread + THREADS, ... No barrier follows, so the thread must not read other sums.
+  // writes of the sums from their reads. If SLICES > 1, each element of the result has a sum of each slice. A thread
+  // then adds these up only for the elements that it reads afterwards: those with the indices i, i + THREADS, ...,
+  // where i is the thread's index in the threadgroup. No barrier follows, so the thread must not read other elements.
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
   static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
     using Own = LaneColumns<W, SLICES>;

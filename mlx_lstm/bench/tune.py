@@ -26,11 +26,12 @@ from ..recurrence import unguarded
 
 
 class Grid(NamedTuple):
-    """What the command `--tune` measures.
+    """What the command `--tune` measures, to compare the speed of the Metal engines `fused` and `stepwise`.
 
-    units: the numbers of hidden units H, up to the largest H of `fused`. batches: the batch sizes B; the engine that is
-    faster at a B is also used for larger batches, up to the next B. steps, checked: the time steps of a timed run, and
-    of the check before it. turns, seconds: how many times each engine is timed, and for how many seconds each time.
+    units: the numbers of hidden units H, up to the largest H that `fused` can run. batches: the batch sizes B; the
+    engine that is faster at a B is also used for larger batches, up to the next B. steps, checked: the time steps of a
+    timed run, and of the check before it. turns, seconds: how many times each engine is timed, and for how many seconds
+    each time.
     """
 
     units: tuple[int, ...] = tuple(range(32, FUSED_LIMIT["lstm"] + 1, 32))

@@ -165,8 +165,9 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
 
 def walk(config: Mapping[str, Any], place: str, path: tuple[str, ...], budget: Budget) -> Iterator[Known]:
     """Yield all layers in a model's configuration, also the layers of nested models. place: the path of the model's
-    weights in a Keras 3 file, such as "layers/sequential/"; path: the names of this model and of the models around it.
-    Both are empty for the outermost model."""
+    weights in a Keras 3 file, such as "layers/sequential/". path: the names of the nested models and wrappers that lead
+    to this model, its own name last. `place` and `path` are empty for the outermost model, whose name is not used.
+    budget: limits what reading an untrusted file may cost."""
     # In old versions of Keras the configuration of a Sequential is the list of layers itself.
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
@@ -180,7 +181,8 @@ def walk(config: Mapping[str, Any], place: str, path: tuple[str, ...], budget: B
 def walk_layer(spec: Mapping[str, Any], place: str, path: tuple[str, ...], budget: Budget) -> Iterator[Known]:
     """Yield a layer and all layers inside of it: the layers of a model, the layer of a wrapper such as TimeDistributed,
     the cells of an RNN of several cells. spec: the layer as Keras serialized it; place: the path of its arrays in a
-    Keras 3 file; path: the names of the models and wrappers around it."""
+    Keras 3 file; path: the names of the models and wrappers around it. budget: limits what reading an untrusted file
+    may cost."""
     path = (*path, budget.name(str(spec["config"].get("name", snake(budget.name(spec["class_name"]))))))
     # `place` and `path` get longer with each level of nesting, so their memory is limited, too.
     budget.take(len(place) + sum(map(len, path)), ".".join(path))
@@ -483,8 +485,9 @@ def natural(text: str) -> list[Any]:
 
 
 def plain(key: str) -> str:
-    """Return the key of an array in a Keras file as a key for file formats without folders: with dots for slashes. The
-    layer's name before `//` is left out if the name after `//` begins with it."""
+    """Return the key of an array in a Keras file as a key for file formats without folders: with dots for slashes. A
+    key is a path such as "layers/lstm/vars/0" or, in an older file, "layer//name of the array". The layer's name is
+    left out if the name of the array begins with it: "lstm//lstm/kernel" becomes "lstm.kernel"."""
     layer, _, name = key.rpartition("//")
     return (name if not layer or name.startswith(f"{layer}/") else f"{layer}/{name}").replace("/", ".")
 

@@ -219,7 +219,7 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
     if cell.reset:  # "after" or "before" in a GRU, else ""
         attributes["linear_before_reset"] = int(cell.reset == "after")
     attributes |= activation_attributes(op, cell, weights.directions)
-    if cell.cell_clip or cell.output_peephole == "previous":  # other cells have None and ""
+    if cell.cell_clip or cell.output_peephole == "previous":  # a GRU or RNN has no such option: None and ""
         fail(op, "cell_clip and output_peephole must be the default, as ONNX has no place for others,", cell)
     op_type = next(name for name, kind in OPS.items() if kind == cell.op)
     nodes = []

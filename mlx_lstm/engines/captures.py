@@ -2,8 +2,8 @@
 variables, defaults, and what these objects hold. A cache of the function's results needs the captured numbers in its
 key, and the gradient of a function needs the captured arrays.
 
-The search begins at the function and follows objects in objects, up to the limits DEEPEST and MOST. It follows an
-attribute only if the code that reads the object contains the attribute's name.
+The search begins at the function and follows objects in objects. It stops at the nesting depth DEEPEST, and after MOST
+objects. It follows an attribute `object.name` only if `name` occurs in the code of the function that uses the object.
 """
 
 import sys
@@ -136,8 +136,9 @@ class Captured:
         self.visit(function, "", (), 0)
 
     def visit(self, value: Any, path: str, names: tuple[str, ...], depth: int) -> None:
-        """Search one object. path: how the function's code reaches it, or "". names: the names in the code that reads
-        it; the search follows no other attributes. depth: how many objects lead from the function to this one."""
+        """Search one object. path: how the function's code reaches it, or "". names: the names in the code of the
+        function that uses the object; the search follows no other attributes. depth: how many objects lead from the
+        function to this one."""
         if isinstance(value, float):
             self.key.append((type(value), float.hex(value)))  # so -0.0 differs from 0.0, and NaN equals NaN
         elif isinstance(value, PLAIN):
@@ -196,7 +197,7 @@ class Captured:
 
     def function(self, value: FunctionType, path: str, names: tuple[str, ...], depth: int) -> None:
         """Search a function of Python: what it reads, and those of its own attributes that `names` has, the names in
-        the code that reads the function. path: as in `visit`. depth: how many objects lead to these parts."""
+        the code that uses the function. path: as in `visit`. depth: how many objects lead to these parts."""
         self.key.append(value.__code__)
         # read: the names in its own code, which say what it reads of its variables and defaults.
         read = names_in(value.__code__)

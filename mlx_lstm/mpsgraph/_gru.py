@@ -44,8 +44,8 @@ class GRUDescriptor:
         reset_gate_first (bool): the gate order on every axis of three blocks is r, z, o, not z, r, o.
         reset_after (bool): r multiplies the recurrent product of o, not the h that enters it.
         flip_z (bool): z is the weight of o, not of h[t-1]. Apple's text on the op says so, and so do users of the op;
-            Apple's text on the property says the opposite. On a Mac the experiment E:gru_flavours finds out what
-            MPSGraph computes, see `mlx_lstm.mpsgraph`.
+            Apple's text on the property says the opposite. On a Mac `python -m mlx_lstm.compare --settle`
+            finds out what MPSGraph computes, by the experiment E:gru_flavours.
         update_gate_activation, reset_gate_activation, output_gate_activation (str): the activations of z, r, o, each
             one of `"none"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`.
     """
@@ -108,8 +108,8 @@ def gru(
 
     Returns:
         list: h [T, N, H]; with training zState, the gates after their activations [T, N, 3H]. Both are twice as wide
-        with bidirectional. Apple does not say what its zState holds, so pass it to `gru_gradients` only. On a Mac the
-        experiment E:gru_flavours finds out what MPSGraph returns, see `mlx_lstm.mpsgraph`.
+        with bidirectional. Apple does not say what its zState holds, so pass it to `gru_gradients` only. On a Mac
+        `python -m mlx_lstm.compare --settle` finds out what MPSGraph returns, by the experiment E:gru_flavours.
 
     Example:
         >>> import mlx.core as mx

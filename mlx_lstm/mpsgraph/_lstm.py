@@ -88,8 +88,8 @@ def lstm(
         c_t &= f_t \odot c_{t-1} + i_t \odot z_t \\
         h_t &= o_t \odot g(c_t)
 
-    Apple's texts leave some points unclear. "E:peephole decides" means: on a Mac the experiment E:peephole finds out
-    what MPSGraph computes, see `mlx_lstm.mpsgraph`.
+    Apple's texts leave some points unclear. "E:peephole decides" means: on a Mac `python -m mlx_lstm.compare --settle`
+    finds out what MPSGraph computes, by the experiment with the name E:peephole.
 
     Args:
         source (array): [T, N, I], T steps, N batch items, I inputs; H units. Without input_weight [T, N, 4H], which is
@@ -186,8 +186,9 @@ def lstm_gradients(
         cell_gradient (array, optional): a gradient of c, in the shape and at the steps of state_gradient.
         leading_ones (sequence of str): names out of `"bias"`, `"peephole"`: the gradients of these arguments get two
             leading axes of size 1. Apple does not say which shapes its op returns. PyTorch receives [1, 1, 8H] for bias
-            with bidirectional, and squeezes it; with one direction it takes any shape. On a Mac the experiments E:grads
-            and E:peephole find out, see `mlx_lstm.mpsgraph`. Default: none, every gradient has its argument's shape.
+            with bidirectional, and squeezes it; with one direction it takes any shape. On a Mac `python -m
+            mlx_lstm.compare --settle` finds out, by the experiments E:grads and E:peephole. Default: none, every
+            gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, peephole, init_state, init_cell, in this

@@ -76,6 +76,8 @@ def single_gate_rnn(
         z_t &= x_t W^T + (h_{t-1} \odot m) R^T + b \\
         h_t &= s(z_t)
 
+    with the descriptor's activation s. Training also returns zState, which holds z or h for the gradient op.
+
     Args:
         source (array): [T, N, I], T steps, N batch items, I inputs; H units. Without input_weight [T, N, H], which is
             added to z directly.
@@ -87,7 +89,8 @@ def single_gate_rnn(
         descriptor (SingleGateRNNDescriptor, optional): Default: `SingleGateRNNDescriptor()`. With bidirectional the
             arrays also have the weights of the second direction, in the layouts of `mpsgraph.lstm`.
         z_state_holds (str): what zState holds. `"preactivations"`: z, as in the formula. `"activations"`: s(z), as in
-            the LSTM. On a Mac the experiment E:single_gate finds out what MPSGraph returns, see `mlx_lstm.mpsgraph`.
+            the LSTM. Apple's texts do not say which. On a Mac `python -m mlx_lstm.compare --settle` finds out, by the
+            experiment E:single_gate.
         hard_sigmoid, mask_layout (str): the slope of hard_sigmoid and the layout of mask, which Apple's texts do not
             give, as in `mpsgraph.lstm`.
         checkpoint_every, engine, stream: gradient checkpointing, the engine, and where to run, as in `mlx_lstm.lstm`.

@@ -170,10 +170,12 @@ class Call(NamedTuple):
     def backward_of_steps(
         self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None, op: str
     ) -> Arrays:
-        """Return the gradients of a call with `keep` or `hold`.
+        """Return the gradients of a call with the option `keep` (factors on the states before each step) or `hold` (the
+        steps at which an item keeps its state).
 
-        The engine's gradient op becomes the vjp of a custom function. MLX differentiates the operations of `Steps`
-        before and after that function.
+        `Steps` translates the arrays of the call to those of the engine, and the engine's outputs back to those of the
+        call. MLX differentiates both translations. Between them the engine is a custom function of MLX, and the
+        engine's gradient op is its vjp rule.
         """
         (steps, call), x = self.steps(arrays, sizes, op), arrays["x"]
         # `steps.saved` returns the saved outputs in the engine's order of steps: the steps that ran come first.
@@ -190,8 +192,8 @@ class Call(NamedTuple):
         # h and c, so their cotangents become part of those of h and c: name[0] is the "h" of "hT". The dict, with
         # values 0 that nobody reads, removes names that occur twice and preserves the order.
         shown = tuple({name[0] if self.hold is not None and name != "gates" else name: 0 for name in cotangents})
-        # like: {name: output} for these outputs. Nobody reads the values of hT and cT, so their cotangents, which have
-        # the same shapes, stand in for them.
+        # like: {name: output} for the outputs in `shown`. Nobody reads the values of hT and cT, so their cotangents,
+        # which have the same shapes, stand in for them.
         like = {name: saved.get(name, cotangents.get(name)) for name in shown}
 
         # The outputs of the call as a function of its float arrays, which MLX differentiates below.
@@ -238,9 +240,10 @@ class Call(NamedTuple):
     def plan_with_norm(
         self, arrays: Arrays, sizes: Sizes, packing: Packing | None, wanted: Wanted
     ) -> tuple["Call", Arrays, Problem, Choice]:
-        """Return (call, arrays, problem, choice): the call and its arrays as the engine takes them, and what `plan`
-        returns for them. The engine `numpy` computes the whole layer normalisation itself. For all other engines
-        `with_norm` computes the part that comes before the steps."""
+        """Return (call, arrays, problem, choice): the call and its arrays as the engine takes them, the description of
+        this call, and the choice of its engine. The engine `numpy` computes the whole layer normalisation itself. For
+        all other engines `with_norm` first computes the part that needs no state, such as the normalisation of the
+        input's product x Wx^T."""
         if self.cell.norm is None:  # []: no other arrays, which only a gradient op has
             return self, arrays, *self.plan(arrays, [], sizes, packing, wanted)
         choice.check_engine(self.title, self.engine)

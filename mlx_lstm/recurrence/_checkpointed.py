@@ -243,7 +243,7 @@ def captured_modules(step: Any) -> list[nn.Module]:
         if path:  # an array without one belongs to a module or is computed by a property
             refuse_floats(array, path)
     # A module is left out if those before it have all its parameters. A module in an attribute with a private name, as
-    # in `self._cell`, is one of its own: MLX does not count its parameters to those of the module that holds it.
+    # in `self._cell`, is one of its own: MLX does not count its parameters among those of the module that holds it.
     modules: list[nn.Module] = []
     covered: set[int] = set()  # the ids of the parameters of these modules
     for module in [inner for outer in captured.modules for inner in outer.modules()]:

@@ -65,13 +65,13 @@ def guarded(
 
 
 def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
-    """Return a function that tests the backward kernels of a Metal engine before their first use, or None if no test
-    is needed.
+    """Return a function that runs the backward kernels of a Metal engine in a trial before their first use, and tests
+    whether their results are correct. Return None if no test is needed.
 
     Which backward kernels run depends on the outputs that the loss uses, which is known only when MLX computes the
-    gradient. The kernels for a loss of h alone are tested before the forward pass. All others are tested by the
-    returned function: it takes the names of the outputs that have a cotangent (a gradient), and returns why the
-    kernels are refused, or an empty text.
+    gradient. Two kinds of kernels have been tested before the forward pass: those for a loss of h alone, and those of a
+    call without training, which are the same for every loss. The returned function tests all others. It takes the names
+    of the outputs that have a cotangent (a gradient), and returns why the kernels are refused, or an empty text.
 
     is_forced: whether the user forced the engine; then the function raises ValueError instead of returning a reason.
     """
@@ -79,8 +79,8 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
     if problem.plain or _unguarded or not is_real():
         return None
 
-    # names: the outputs that have a cotangent. Two kinds of backward kernels were tested before the forward pass: those
-    # for a cotangent of h alone (USUAL), and those of a call without training, which are the same for every loss.
+    # names: the outputs that have a cotangent. USUAL: h alone. The condition below holds for the kernels that were
+    # tested before the forward pass.
     def refused(names: tuple[str, ...]) -> str:
         if names == USUAL or not problem.training:
             return ""

@@ -102,11 +102,11 @@ BATCHES = [
     (100, 100, 1, 100),
     (1e3, 1e3, 1e3, 1e3),
 ]
-"""The sizes of all numbers in each batch of the last comparison. In some batches the matrices and the inputs are large
-together, which drives all preactivations into the tails of the activations. In others one is large and the other small,
-which shows limits on weights, inputs and states. Gradients and several steps are compared in the first four batches
-only, because the gradient of a sigmoid written with mx.exp is NaN for large arguments. The fourth batch shows the
-gradient at a limit on c."""
+"""The magnitudes of all numbers in each batch of the last comparison. In some batches the matrices and the inputs are
+large together, which drives all preactivations into the tails of the activations. In others one is large and the other
+small, which shows limits on weights, inputs and states. Gradients and several steps are compared in the first four
+batches only, because the gradient of a sigmoid written with mx.exp is NaN for large arguments. The fourth batch shows
+the gradient at a limit on c."""
 
 WITH_GRADIENTS, ROWS = 4, 48
 """How many of the first batches are compared with gradients, and the rows (batch items) of each."""
@@ -879,7 +879,7 @@ def miss(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> float:
 def compared(
     way: Way, arguments: dict[str, Any], trial: Trial, form: Form, batch: int
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
-    """Run the user's cell and the call with random numbers of the sizes `BATCHES[batch]`. Yield (name, the cell's
+    """Run the user's cell and the call with random numbers of the magnitudes `BATCHES[batch]`. Yield (name, the cell's
     array, the call's array, its allowed error) for the outputs of one step with many rows, the gradients of all
     parameters, of x and of the states, and the outputs of several steps. ROUNDING and SLOPES: the allowed relative
     errors of values and of gradients. From batch WITH_GRADIENTS on only one step is compared, without gradients: the
@@ -929,18 +929,21 @@ def compared(
 
 
 def drawn(trial: Trial, form: Form, batch: int) -> tuple[dict[str, mx.array], list[mx.array]]:
-    """Return random parameters by title, and x and the states with many rows, of the sizes `BATCHES[batch]`."""
-    # matrices, vectors, inputs, cell: the sizes of the matrices, of the biases and peepholes, of x and h, and of c.
-    # batch + 1: another random seed for each batch; `Trial.x` has the seed 0.
+    """Return random parameters as {title: array}, and x and the states with ROWS rows each. A title is the Python code
+    for a parameter, such as "self.weight". batch: the index of a row of BATCHES, which says how large the numbers are.
+    form: how the cell takes and returns its states; `form.states` is their number."""
+    # matrices, vectors, inputs, cell: how large the numbers are (their magnitudes) in the matrices, in the biases and
+    # peepholes, in x and h, and in c. batch + 1: another random seed for each batch; `Trial.x` has the seed 0.
     draws, (matrices, vectors, inputs, cell) = np.random.default_rng(batch + 1), BATCHES[batch]
     arrays = {}
     for title, shape in trial.shapes.items():
-        # Divide by the square root, so that products with a matrix do not grow with the widths D and H.
+        # Divide a matrix by the square root of the smaller of its two sizes, so that products with it do not grow with
+        # the widths D of x and H of the states.
         size = vectors if len(shape) < 2 else matrices / np.sqrt(min(shape[-2:]))
         arrays[title] = mx.array(draws.uniform(-1.5, 1.5, shape) * size, mx.float64)
     rows = []
     for width, size in [(trial.D, inputs), (trial.H, inputs), (trial.H, cell)][: 1 + form.states]:
-        # Each row has its own size, so that the tails and the middle of every activation occur in each batch.
+        # Each row has its own magnitude, so that the tails and the middle of every activation occur in each batch.
         each = size * 10 ** draws.uniform(-1, 0.5, (ROWS, 1))
         row = draws.uniform(-1, 1, (ROWS, width)) * each
         # In one row x is 0, in another row h, in another row c, because a cell may treat zeros as padding. x and h are

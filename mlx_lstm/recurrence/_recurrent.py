@@ -125,14 +125,15 @@ def recurrent(
     def run(start: int, sequences: Any, state: Any, parameters: Any) -> tuple[Any, Any]:
         """Run the steps of a chunk of the sequence, which begins at step `start`. Return (outputs, last state).
 
-        Some items do not run a step: the step is held, or the item has ended. They are computed nevertheless, because
-        MLX has one graph for the whole batch, but this must not change any result. So `of_live` replaces their x by
-        zeros, and no NaN of the padding is read. `only_live` makes the derivatives of their step 0. `over_time` gives
-        them their old state, and 0 as the output.
+        Some items do not run a step: the option `hold` keeps their state at this step, or the item has ended. They are
+        computed nevertheless, because MLX has one graph for the whole batch, but this must not change any result. So
+        `of_live` replaces their x by zeros, and no NaN of the padding is read. `only_live` makes the derivatives of
+        their step 0. `over_time` gives them their old state, and 0 as the output.
         """
         x, live, before = sequences
-        # x_at, live_at, before_at: x, live and before as lists with one entry per step. third: the third argument of
-        # the user's function in a tuple, or ().
+        # live [T, B]: which items run a step. before [T, B]: the factor on each item's state before the step. x_at,
+        # live_at, before_at: x, live and before as lists with one entry per step. third: the third argument of the
+        # user's function in a tuple, or ().
         third = () if parameters is None else (parameters,)
         x_at = tree_map(lambda array: by_time(array if live is None else of_live(live, array)), x)
         arrays: Any = tree_flatten(x)  # pairs (key, array)

@@ -156,9 +156,10 @@ def lstm_block_cell_grad(
 ) -> LSTMBlockCellGradOutput:
     """Return the gradient of `lstm_block_cell`; equals `tf.raw_ops.LSTMBlockCellGrad`. Sizes: N batch items, H units.
 
-    The op returns the gradient of the preactivations (dicfo), not of x, h_prev, w and b. TensorFlow 1 computed these
-    from dicfo: [x_grad, h_prev_grad] = dicfo w^T, w_grad = [x, h_prev]^T dicfo, and b_grad = the sum of dicfo over N.
-    `mx.grad` of `lstm_block_cell` returns them directly. The clip passes gradients unchanged.
+    Instead of the gradients of x, h_prev, w and b the op returns dicfo, the gradient of the preactivations. TensorFlow
+    1 computed the four gradients from dicfo: [x_grad, h_prev_grad] = dicfo w^T, w_grad = [x, h_prev]^T dicfo, and
+    b_grad = the sum of dicfo over N. `mx.grad` of `lstm_block_cell` returns the four gradients directly. The clip
+    passes gradients unchanged.
 
     Differs from TensorFlow: co is computed again from cs. The peepholes' part is added once on every device, whereas
     TensorFlow's CUDA source adds it twice. Where TensorFlow reuses the memory of the peepholes for their gradients, it
@@ -170,6 +171,10 @@ def lstm_block_cell_grad(
         i, cs, f, o, ci, co (array): the outputs of `lstm_block_cell`, [N, H]. Only the shape of co is used.
         cs_grad, h_grad (array): the gradients of cs and h, [N, H].
         use_peephole (bool): whether there were peepholes; if not, their gradients are 0.
+
+    Returns:
+        LSTMBlockCellGradOutput: cs_prev_grad [N, H]; dicfo [N, 4H], with the gates in the order i, ci, f, o; wci_grad,
+        wcf_grad, wco_grad [H].
 
     Example:
         >>> import mlx.core as mx

@@ -551,11 +551,12 @@ def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
 
 @cached
 def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch | None:
-    """Return the launch that copies the weights Wh into the order in which lanes read them in a pass ("forward" or
-    "backward"). Return None if the cell has no Wh. The launch has one thread for each vector of 4 weights. Its template
-    arguments are: UNITS, how many units share a group of lanes; BACK, whether the order is that of the backward pass;
-    MATRICES, whether it is that of products of 8 x 8 matrices; S, the dtype. OPTIONS has only the bits on which the
-    order depends, so that cells with different activations share this kernel."""
+    """Return the launch that copies the weights Wh into the order in which lanes read them in a pass. sweep: this pass,
+    "forward" or "backward". Return None if the cell has no Wh. The launch has one thread for each vector of 4 weights.
+    Its template arguments are: UNITS, how many units share a group of lanes; BACK, whether the order is that of the
+    backward pass; MATRICES, whether it is that of products of 8 x 8 matrices; S, the dtype. OPTIONS, the options of a
+    built-in cell as bits, has only the bits on which the order depends, so that cells with different activations share
+    this kernel."""
     if not problem.cell.recurrent:
         return None
     D, tiling = problem.directions, tiling_of(sweep, problem, dtype)
@@ -737,9 +738,8 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
         units, piece = group // lanes, 4 * group
         groups = -(-H // units)
         threads = 32 * -(-groups * group // 32)
-        length = gates * H if backward else H
-        one = 8 * piece * -(-length // piece)  # bytes of the double buffer of one batch item
-        rows = rows_of(cell, sweep, min(wanted, 4, max(1, THREADGROUP_BYTES // one)), threads, packing is not None)
+        # Where registers suffice for several rows, the threadgroup memory does, too.
+        rows = rows_of(cell, sweep, min(wanted, 4), threads, packing is not None)
         slots = units * (1 if backward else gates)
         weights = slots * sum(-(-length // piece) for length in lengths)
         if packing:

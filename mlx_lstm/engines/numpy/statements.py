@@ -258,12 +258,13 @@ class Groups:
                 found.setdefault(text, []).append((self.by_row[n][0], n))
             elif (z := self.preactivation_in(n, varying)) is not None:
                 # Node n adds something to a preactivation, such as a peephole's term, and is stored in its place. All
-                # such sums get the same text, because the nodes that read them do not depend on what was added.
+                # such sums get the same text: whatever was added, a later node such as the sigmoid of the sum computes
+                # the same function of it.
                 self.block[n], self.by_row[n] = self.known[z], (self.known[z].row, "a sum")
         for pairs in found.values():
-            # Divide the pairs into runs of successive rows, in which row - position is constant. Their results must
-            # also lie in successive blocks of one array (`offset` is the same), or have no target. item: (position,
-            # (row, node)).
+            # pairs: (row, node) of all nodes that compute the same function, each of the block in this row. Divide the
+            # pairs into runs of successive rows, in which row - position is constant. Their results must also lie in
+            # successive blocks of one array (`offset` is the same), or have no target. item: (position, (row, node)).
             numbered = enumerate(sorted(pairs))
             for _, run in groupby(numbered, key=lambda item: (self.offset(item[1][1]), item[1][0] - item[0])):
                 self.group([n for _, (_, n) in run])
@@ -349,7 +350,7 @@ class Groups:
         -1) for a value without a place, which can be computed into any block."""
         if self.nodes[n].op == "const":
             return self.nodes[n].value, -1
-        place = self.known.get(n) or self.into.get(n) or self.block.get(n)
+        place = self.known.get(n)
         # A function of one row (`by_row`) has no place yet, but its row says which nodes will be its neighbours.
         return place or (("", self.by_row[n][0]) if n in self.by_row else (NEW, -1))
 

@@ -403,29 +403,36 @@ def steps_of(sequence: Array) -> Callable[[int], Array]:
 @lru_cache(128)
 def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     """Return the function that builds a backward step: step(own, t, columns, c_prev, c, d0, dc, e). with_input: whether
-    the step computes the backward pass of a norm of the input's product. by_weights: whether the norm of the recurrent
-    product is a `RecurrentNorm`, which follows the product with Wh^T instead of preceding it.
+    the step computes the backward pass of a norm of the input's product. by_weights: whether the backward pass of the
+    norm of the recurrent product runs after the product with Wh^T (`RecurrentNorm`) instead of before (`NormBackward`).
 
-    The step reads
+    H: units, B: batch items, P: the width of h, C: states besides h, G: gates, U, V: the inputs of a step and the
+    parameters per unit of a user's cell. `plan.other`: the gates whose input part and recurrent part have different
+    gradients, such as a GRU's candidate. The arrays dz, dx, m, q and dh are columns of larger arrays, which have one
+    column for each step and batch item of a chunk; the slice `columns` selects those of step t. Exception: for a
+    `NormBackward` dz, and dx with `with_input`, are arrays of one step. The step reads
 
         c_prev, c    the states other than h [C H, B] before and after step t
         d0, dc       the gradients of h [P, B] and of the other states [C H, B] after the step
-        e            the gradients of the gates [G H, B]
+        e            the cotangents of the gates [G H, B], if the caller gives any
+        q            the recurrent products of the gates in `plan.recomputed` (H rows each)
         own          the object of class `StepBackward` with the other arrays
 
     and writes
 
         d0, dc       the gradients of the h in the recurrent product, and of the other states before the step
         dz, dx       the gradients of the recurrent parts of all gates [G H, B], and of the input parts of the gates in
-                     `plan.other` (H rows each): `columns` of the arrays in `own`
+                     `plan.other` (H rows each)
         direct       the part of the gradient of the h before the step that bypasses the recurrent product [H, B]
         di           the part of the gradient of h times the mask that bypasses the product [H, B]
-        m            `columns` of the operand of the step's second product [H, B]
-        dh           `columns` of the gradient of a projected h before its clip [P, B]
+        m            the array that the step's second product multiplies by its weight [H, B]: by a projection Wp, or
+                     by the candidate's rows of a GRU's Wh
+        dh           the gradient of a projected h before its clip [P, B]
         du, dw       the gradients of the inputs [U H, B] and of the parameters [V H, B]
 
-    Last the step calls through_Wh(dz, d0), which writes Wh^T dz to d0, and with a norm of the recurrent product also
-    through_norm, its backward pass. q: the recurrent products of the gates in `plan.recomputed` (H rows each).
+    The last statements write Wh^T dz to d0: by through_Wh(dz, d0), or by own.through_rows if only some rows of Wh
+    multiply h. The function through_norm, the backward pass of the norm of the recurrent product, runs before or after
+    this.
     """
     graph, carried, other = plan.graph, plan.graph.states - 1, plan.other
     at = inputs_in("c_prev", carried, letter="s", first=1) | inputs_in("dc", carried, letter="d", first=1)
@@ -464,7 +471,8 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
         "s0": "s0 = own.h_prev[t - own.start].T", "us": "copyto(us, own.inputs[t].T)",
         **{name: f"{name} = all_{name}[:, columns]" for name in ("dz", "dx", "m", "q", "dh")},
     }  # fmt: skip
-    if words.count("s0") > 1:  # read more than once: make a contiguous copy, because operations on the view are slower
+    copies_s0 = words.count("s0") > 1
+    if copies_s0:  # read more than once: make a contiguous copy, because operations on the view are slower
         read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
     normalises = plan.cell.norm is not None and plan.cell.norm.of is not None and not by_weights
     for name in [*["dz"] * normalises, *["dx"] * with_input]:
@@ -472,11 +480,9 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     # before: the first statements of a step. N0 is the norm of c. Setting N0.is_current to False tells it that the
     # numbers it holds belong to another step.
     before = [line for name, line in read.items() if name in words] + ["N0.is_current = False"] * ("N0" in words)
-    fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "N0", "k0", "k1"]
+    fixed = ["us", "du", "w", "dw", "direct", "di", "W0", "W0T", "N0", "k0", "k1"]
     fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"]
-    fixed += ["dz"] * normalises + ["dx"] * with_input
-    if words.count("s0") <= 1:
-        fixed.remove("s0")
+    fixed += ["s0"] * copies_s0 + ["dz"] * normalises + ["dx"] * with_input
     # after: the last statements, which compute in d0 the gradient of the h that Wh multiplied.
     if normalises:
         after = ["through_Wh(through_norm(t, columns), d0)"]

@@ -62,7 +62,8 @@ class StreamedLayer:
         from x_rows[k]. Return the other buffer, which holds the new h [P, B] (P: the width of h).
 
         If the step does not compute the input's part of the preactivations in one product with h, it is computed here
-        and written to self.inputs. self.column is then the input with a 1 for the bias, [x; 1].
+        and written to self.inputs, by way of self.product, which is another view of the same memory. self.column is
+        then the input with a 1 for the bias, [x; 1].
         """
         if self.inputs is not None:
             np.matmul(self.weights, self.column, out=self.product)

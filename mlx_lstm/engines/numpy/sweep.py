@@ -58,13 +58,15 @@ HIDDEN = ("gates", "norms")
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Saved:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for an
-    LSTM also c [T, B, D H] and cT [B, D H]. hT and cT are missing if `problem.wants_last` is false.
+    LSTM also c [T, B, D H] and cT [B, D H]. T: steps, B: batch items, D: directions, H: hidden units, P: the width of h
+    (H without a projection), G: the cell's gates. hT and cT are missing if `problem.wants_last` is false.
 
     batch_first: x, h, c and gates are [B, T, .] instead. For a single step, x [B, I], the only outputs are hT and cT.
 
     If the caller does not request the gates, `gates` is for the backward pass only: in training a NumPy array or a list
     of arrays (see `Saved`), otherwise None. It is also None for a plain RNN, whose backward pass reads no gates. In
-    training with layer normalisation of a product or sum there is also the result `norms`.
+    training with layer normalisation of the recurrent product h Wh^T, or of its sum with the input's part, there is
+    also the result `norms`, which the backward pass reads.
     """
     packing = problem.packing
     v = views(arrays if packing is None else with_float_weights(packing, arrays))

@@ -327,9 +327,10 @@ class StepGradients(NamedTuple):
 
     dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of h_in = mask * h_prev,
     which the step multiplies by Wh. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
-    the part of the gradient of h_prev that bypasses the product. of_norms: the arrays of layer normalisation. da: the
-    gradient of the norm's result. dp: the gradient of the product h_in Wh^T. dn, yc: for the norm of c, the gradient of
-    its result, and c with mean 0 and variance 1.
+    the part of the gradient of h_prev that bypasses the product. of_norms: a dict of arrays, for a cell with layer
+    normalisation. If it normalises the product h_in Wh^T, or the sum of this product and the input's part, "da" is the
+    gradient of the result of this norm, and "dp" the gradient of the product. If it normalises c, "dn" is the gradient
+    of the result of that norm, and "yc" is c with mean 0 and variance 1.
     """
 
     dz: Array

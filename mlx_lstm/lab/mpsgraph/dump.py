@@ -143,7 +143,8 @@ def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
 
 
 def read(file: str) -> Arrays:
-    """Return the arrays of a file or folder by their names in the file."""
+    """Return {name: array} for the arrays of a .npz or .safetensors file, or of a folder of .npy files, in which the
+    name of an array is that of its file without the ending."""
     path = Path(file)
     try:
         arrays: Arrays = {}
