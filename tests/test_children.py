@@ -13,6 +13,7 @@ import pytest
 
 from mlx_lstm.ground import child
 from mlx_lstm.ground.machine import raise_later
+from mlx_lstm.lab import child as lab_child
 
 ROOT = Path(__file__).parents[1]
 
@@ -118,6 +119,29 @@ def test_whatever_the_parent_s_path_is(parent, tmp_path):
 @pytest.mark.parametrize("parent", PARENTS)
 def test_every_child_of_every_parent(parent, tmp_path):
     assert start_from_a_hostile_folder(tmp_path, list(CHILDREN), *PARENTS[parent]) == ("", "")
+
+
+def test_a_runner_ends_the_child_that_it_has_started(monkeypatch):
+    """A runner of the commands starts a child with the first request, and a new one if the child has ended."""
+    ended = []
+
+    class Fake:
+        def __init__(self, kind, argument):
+            self.serves, self.close = lambda: True, lambda: ended.append(self)
+
+        def ask(self, limit, **request):
+            return request
+
+    monkeypatch.setattr(lab_child, "start", Fake)
+    runner = lab_child.Runner("engines", "default")
+    runner.close()  # there is no child yet
+    assert runner.ask(case=1) == {"case": 1}
+    first = runner.child
+    assert runner.ask() == {} and runner.child is first
+    first.serves = lambda: False
+    runner.ask()
+    runner.close()
+    assert runner.child is not first and ended == [runner.child]
 
 
 def test_a_forked_process_does_not_use_the_child_of_its_parent(monkeypatch):

@@ -17,7 +17,8 @@ from mlx_lstm.lab.mpsgraph import apple, contenders, judge, torch_layer
 from mlx_lstm.lab.mpsgraph.cases import GATES, draw
 from mlx_lstm.lab.mpsgraph.files import load_case, load_golden, save_case, save_golden
 from mlx_lstm.lab.mpsgraph.grid import grid
-from mlx_lstm.lab.mpsgraph.measure import compare
+from mlx_lstm.lab.mpsgraph.measure import ComparisonRow, compare
+from mlx_lstm.lab.mpsgraph.report import pairs_text
 
 RECORDER = Path(__file__).parent / "mpsgraph_recorder"
 MODULES = ("Metal", "MetalPerformanceShadersGraph", "objc")
@@ -402,3 +403,10 @@ def test_stacks_of_layers(tmp_path, on_path, monkeypatch, capsys):
     assert {"h", "dsource", "drecurrent_weight", "dinput_weight_l1", "dbias_l2", "dsecondary_bias_l1"} <= tensors
     monkeypatch.setattr(contenders.ours, "run_layer", lambda *given, **options: {"h": np.zeros(1)})
     assert run(tmp_path, *some)[0] == 1
+
+
+def test_the_worst_comparison_of_a_pair_is_shown():
+    """A wrong result is worse than any right one; among right ones the largest ratio of error to bound is the worst."""
+    right = [ComparisonRow(case, "h", "a - b", "ok", over_bound=ratio) for case, ratio in (("y", 0.1), ("b", 0.9))]
+    wrong = ComparisonRow("a", "c", "a - b", "shape (1,), expected (2,)")
+    assert "h of b" in pairs_text(right) and "c of a" in pairs_text([*right, wrong])

@@ -635,6 +635,9 @@ def test_bad_arguments_of_the_other_ops():
     weights, biases = cudnn.cudnn_rnn_params_to_canonical(1, 5, 4, params, 8)
     with pytest.raises(ValueError, match=r"weights\[0\] must have 20 elements, \[5, 4\], but got shape \[5, 5\]"):
         cudnn.cudnn_rnn_canonical_to_params(1, 5, 4, weights[::-1], biases)
+    with pytest.raises(ValueError, match=r"weights\[1\] must have the dtype|weights\[1\] must be"):
+        other = [weights[0], weights[1].astype(mx.float16), *weights[2:]]
+        cudnn.cudnn_rnn_canonical_to_params(1, 5, 4, other, biases)
     with pytest.raises(ValueError, match="biases must be 8 arrays for these layers but got 7"):
         cudnn.cudnn_rnn_canonical_to_params(1, 5, 4, weights, biases[1:])
 

@@ -5,6 +5,7 @@ import bz2
 import io
 import json
 import os
+import re
 import signal
 import stat
 import struct
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,9 +21,9 @@ import numpy as np
 import pytest
 
 from mlx_lstm import convert
-from mlx_lstm.convert import _hdf5
+from mlx_lstm.convert import _hdf5, _onnx_file
 from mlx_lstm.convert.__main__ import main
-from mlx_lstm.ground import files
+from mlx_lstm.ground import budget, files
 from mlx_lstm.lab.mpsgraph.dump import read as read_arrays
 from mlx_lstm.lab.mpsgraph.files import Golden, load_golden, save_golden
 
@@ -153,6 +155,32 @@ def test_a_legacy_file_with_an_external_link(tmp_path, capsys):
 
 
 # --- 2. ONNX with arrays in other files ------------------------------------------------------------------------------
+
+
+def test_an_encrypted_archive(tmp_path):
+    """Python's reader of zip files raises a RuntimeError for an encrypted file."""
+    path = tmp_path / "layer.npz"
+    convert.write(path, {"layer": layer()})
+    data = bytearray(path.read_bytes())
+    for header, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # of each array, and in the list of all arrays
+        for found in re.finditer(re.escape(header), data):
+            data[found.start() + flags] |= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="is truncated or damaged: RuntimeError"):
+        convert.read(path)
+
+
+def test_an_onnx_message_of_too_many_parts(monkeypatch):
+    """Every text, array and message inside of an ONNX model counts, at any depth; numbers of any encoding do not."""
+    model = onnx.ModelProto(ir_version=300)
+    for n in range(9):
+        node = model.graph.node.add(name=100 * n * "n" or "n")
+    node.attribute.add(f=1.0, i=-1)
+    data = b"\x79" + bytes(8) + model.SerializeToString()  # first an unknown field of eight bytes
+    for most in (20, 19):  # the graph, nine nodes, their names, and an attribute are 20 parts
+        monkeypatch.setattr(budget, "MOST_VALUES", most)
+        with pytest.raises(ValueError, match="it must have at most 19") if most < 20 else nullcontext():
+            _onnx_file.check_count(data, onnx.ModelProto.DESCRIPTOR, budget.Budget(len(data)))
 
 
 def onnx_with_external(path, location, data=None):

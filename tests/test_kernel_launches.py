@@ -23,7 +23,7 @@ import mlx_lstm
 from mlx_lstm import lstm
 from mlx_lstm.engines import FUSED_LIMIT, autodiff, choice
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
-from mlx_lstm.engines.choice import STEPWISE_GATES
+from mlx_lstm.engines.choice import FUSED_NUMBERS, STEPWISE_GATES
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
@@ -59,12 +59,21 @@ def test_the_order_of_threads_does_not_change_a_bit(engine, row, B, options):
             np.testing.assert_array_equal(value, (seen[0][0] | seen[0][1])[name], err_msg=name)
 
 
+def users_cell(gates):
+    """Return a recurrent cell of the user with one state and this number of gates."""
+    return PointwiseCell(Form(lambda a, state: (sum(a[1:], a[0]) + state[0],), gates).graph(2, 7))
+
+
+EVERY_CELL = [LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell()]
+EVERY_CELL += map(users_cell, (1, 4, 5, 6, FUSED_NUMBERS - 1))
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell()], ids=str)
+@pytest.mark.parametrize("cell", EVERY_CELL, ids=lambda cell: cell.op)
 def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
     """`fused` needs at most 1024 threads and 32 KB of threadgroup memory at every size for which the library may
     choose this engine by itself."""
-    for H in range(1, FUSED_LIMIT[cell.op] + 1):
+    for H in range(1, FUSED_LIMIT.get(cell.op, 256) + 1):
         for B, D in ((1, 1), (17, 1), (1000, 1), (33, 2)):
             for sweep in (False, True):
                 tiling = kernels_fused.fused_tiling(kernels_fused.LayerSize(cell, B, H, itemsize, D), backward=sweep)
@@ -346,7 +355,7 @@ def test_stepwise_stays_within_the_limits_of_metal_with_a_users_cell(gates):
         (vectors,) = re.findall(r"^threadgroup vec<float, 4> \w+\[(\d+)\];$", source.body, re.M)
         seen.add((threads, 16 * int(vectors)))
 
-    cell = PointwiseCell(Form(lambda a, state: (sum(a[1:], a[0]) + state[0],), gates).graph(2, 7))
+    cell = users_cell(gates)
     with patch.object(kernels_stepwise, "prepare", prepare):
         for B in (1, 3, 9, 33):
             kernels_stepwise.forward_kernel(Problem(1, B, 7, 7, cell), mx.float32, (), True)

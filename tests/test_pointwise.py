@@ -72,6 +72,32 @@ def test_inference_on_numpy_is_right(cell, sizes):
     )
 
 
+def test_a_cell_that_reads_h_in_several_places():
+    """The gradient of the first state equals a complex step of the same cell in NumPy: the imaginary part of a result
+    for h + 1e-30 i is the derivative times 1e-30."""
+
+    def cell(a, state, library=mx):
+        h = state[0]
+        return (library.tanh(a[0]) * library.sin(h) * library.cos(h) + 0.125 * h * h,)
+
+    rng = np.random.default_rng(0)
+    x, h0 = rng.normal(size=(4, 3, 5)), rng.normal(size=(3, 5))
+    h = h0 + 1e-30j
+    for step in x:
+        (h,) = cell([step], [h], np)
+    with mx.stream(mx.cpu):
+        x, h0 = (mx.array(array, mx.float64) for array in (x, h0))
+        for engine in ("numpy", "ops"):
+
+            def last(h0, engine=engine):
+                return pointwise(cell, x, None, None, None, [h0], engine=engine)[1][0]
+
+            (got,), (slope,) = mx.vjp(last, [h0], [mx.ones_like(h0)])
+            # MLX's functions have an error of about 1e-7, also in float64.
+            np.testing.assert_allclose(got, h.real, rtol=0, atol=1e-6)
+            np.testing.assert_allclose(slope, h.imag / 1e-30, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_other_dtypes_are_right(dtype):
     """Results of the engine `numpy` in float16 and in float64 have the dtype of the arguments and are within the

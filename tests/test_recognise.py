@@ -764,6 +764,15 @@ BAD = {
 }
 
 
+def test_the_smallest_cell():
+    m = Cell(inner=nn.Linear(1, 8), outer=drawn(8, 2))
+
+    def step(x, state):
+        return lstm_of(mx.split(m.inner(x) + state[0] @ m.outer.T, 4, axis=-1), state)
+
+    assert recognise(m, step, 1, 2) == "lstm(x, inner.weight, outer, b=inner.bias)"
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments(case):
     call, message = BAD[case]

@@ -251,6 +251,18 @@ def test_groups_are_layers_side_by_side(kind, ways):
         np.testing.assert_allclose(got[name], value, rtol=0, atol=2e-5, err_msg=name)
 
 
+def test_groups_that_a_compiled_function_runs_twice():
+    """Both calls divide the features of x, the result of an elementwise operation, among their groups. MLX cannot
+    compile two equal splits of such an array."""
+    layers, x = [mlx.nn.GRU(2, 3), mlx.nn.GRU(2, 3)], mx.random.normal((2, 4, 4))
+
+    def both(x):
+        x = x * 2
+        return stack(layers, x, groups=2)[0] + stack(layers[::-1], x, groups=2)[0]
+
+    np.testing.assert_allclose(np.array(mx.compile(both)(x)), np.array(both(x)), rtol=1e-5, atol=1e-6)
+
+
 def test_groups_with_states_lengths_and_the_sum_of_directions():
     """With groups=2, each of two groups of layers computes one half of the features. The states of one call can be
     passed to the next call, `lengths` apply to both groups, and merge='sum' adds the two directions of each group."""

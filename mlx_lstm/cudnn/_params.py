@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..engines.tracing import split_apart
 from ..ground.checks import FLOATS, check_array, check_option, fail
 from ._buffer import Attributes, Layout, check_params, count, layout
 
@@ -260,7 +261,7 @@ def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int
         if count(op, name, number, least=0) != len(shapes):
             fail(op, f"{name} must be {len(shapes)} for these layers", repr(number))
     # `accumulate` returns where each array ends. [:-1]: without the last end, which is the end of the buffer.
-    parts = mx.split(params, list(accumulate(map(prod, [*weights, *biases])))[:-1])
+    parts = split_apart(params, list(accumulate(map(prod, [*weights, *biases])))[:-1])
     arrays = [part.reshape(shape) for part, shape in zip(parts, [*weights, *biases], strict=True)]
     return CudnnRNNParamsToCanonicalOutput(arrays[: len(weights)], arrays[len(weights) :])
 

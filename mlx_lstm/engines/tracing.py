@@ -46,7 +46,7 @@ def split_apart(array: mx.array, parts: int | list[int], axis: int = 0) -> list[
     MLX 0.32.4 cannot compile two equal splits of an array that an elementwise operation computed: it raises the
     IndexError "_Map_base::at". Here they split a view of the array, which no elementwise operation computed.
     """
-    return [part.squeeze(0) for part in mx.split(array[None], parts, axis + 1)]
+    return [part.squeeze(0) for part in mx.split(array[None], parts, axis % array.ndim + 1)]
 
 
 class Leaving(Exception):

@@ -35,6 +35,7 @@ from ..engines.choice import Engine, check_engine
 from ..engines.directions import half, join, part
 from ..engines.packing import Quantized
 from ..engines.problem import Arrays
+from ..engines.tracing import split_apart
 from ..ground.checks import (
     ArraySpec,
     check_array,
@@ -260,7 +261,7 @@ def stack(
     last: list[Arrays] = []
     for n, depth in enumerate(depths):
         outputs = []
-        for group, own_x in zip(depth, mx.split(x, groups, axis=-1) if groups > 1 else [x], strict=True):
+        for group, own_x in zip(depth, split_apart(x, groups, axis=-1) if groups > 1 else [x], strict=True):
             # len(last): how many layers have run, which is the index of this layer.
             own_states = {name: array[len(last)] for name, array in starts.items()}
             options["checkpoint_every"] = group.every if every is None else every

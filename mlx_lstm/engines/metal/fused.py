@@ -738,9 +738,8 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
         units, piece = group // lanes, 4 * group
         groups = -(-H // units)
         threads = 32 * -(-groups * group // 32)
-        length = gates * H if backward else H
-        one = 8 * piece * -(-length // piece)  # bytes of the double buffer of one batch item
-        rows = rows_of(cell, sweep, min(wanted, 4, max(1, THREADGROUP_BYTES // one)), threads, packing is not None)
+        # Where registers suffice for several rows, the threadgroup memory does, too.
+        rows = rows_of(cell, sweep, min(wanted, 4), threads, packing is not None)
         slots = units * (1 if backward else gates)
         weights = slots * sum(-(-length // piece) for length in lengths)
         if packing:

@@ -350,7 +350,7 @@ class Groups:
         -1) for a value without a place, which can be computed into any block."""
         if self.nodes[n].op == "const":
             return self.nodes[n].value, -1
-        place = self.known.get(n) or self.into.get(n) or self.block.get(n)
+        place = self.known.get(n)
         # A function of one row (`by_row`) has no place yet, but its row says which nodes will be its neighbours.
         return place or (("", self.by_row[n][0]) if n in self.by_row else (NEW, -1))
 

@@ -471,7 +471,8 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
         "s0": "s0 = own.h_prev[t - own.start].T", "us": "copyto(us, own.inputs[t].T)",
         **{name: f"{name} = all_{name}[:, columns]" for name in ("dz", "dx", "m", "q", "dh")},
     }  # fmt: skip
-    if words.count("s0") > 1:  # read more than once: make a contiguous copy, because operations on the view are slower
+    copies_s0 = words.count("s0") > 1
+    if copies_s0:  # read more than once: make a contiguous copy, because operations on the view are slower
         read["s0"] = "copyto(s0, own.h_prev[t - own.start].T)"
     normalises = plan.cell.norm is not None and plan.cell.norm.of is not None and not by_weights
     for name in [*["dz"] * normalises, *["dx"] * with_input]:
@@ -479,11 +480,9 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     # before: the first statements of a step. N0 is the norm of c. Setting N0.is_current to False tells it that the
     # numbers it holds belong to another step.
     before = [line for name, line in read.items() if name in words] + ["N0.is_current = False"] * ("N0" in words)
-    fixed = ["s0", "us", "du", "w", "dw", "direct", "di", "W0", "W0T", "N0", "k0", "k1"]
+    fixed = ["us", "du", "w", "dw", "direct", "di", "W0", "W0T", "N0", "k0", "k1"]
     fixed += ["all_dx", "all_m", "all_q", "all_dh", "through_norm"]
-    fixed += ["dz"] * normalises + ["dx"] * with_input
-    if words.count("s0") <= 1:
-        fixed.remove("s0")
+    fixed += ["s0"] * copies_s0 + ["dz"] * normalises + ["dx"] * with_input
     # after: the last statements, which compute in d0 the gradient of the h that Wh multiplied.
     if normalises:
         after = ["through_Wh(through_norm(t, columns), d0)"]
