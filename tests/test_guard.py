@@ -1058,6 +1058,13 @@ def test_a_trial_keeps_off_kinks(dtype):
         assert drawn.smooth, cell
 
 
+@pytest.mark.parametrize("T", [1, 2, 5])
+def test_a_trial_has_sequences_of_every_length(T):
+    described = problem(T=T, B=2 * T + 3, names=("x", "Wx", "Wh", "b", "lengths"))
+    lengths = _draw.draw(described, np.random.default_rng(0)).case.call["lengths"]
+    assert len(lengths) == 2 * T + 3 and {*lengths} == {*range(T + 1)}
+
+
 @pytest.mark.parametrize("clips", [("cell_clip",), ("projection_clip",), ("cell_clip", "projection_clip")])
 def test_a_trial_of_clips_that_stop_gradients(clips):
     """In the trial of clips that stop gradients, every clip changes some values and leaves others as they are, and no
