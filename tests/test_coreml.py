@@ -12,6 +12,7 @@ import pytest
 
 import mlx_lstm.torch
 from mlx_lstm import convert
+from mlx_lstm.convert import _coreml_file
 from mlx_lstm.convert.__main__ import main
 
 T, I, H = 5, 3, 4
@@ -179,6 +180,20 @@ def test_a_package_comes_back_if_a_rename_fails(comes_back, package, tmp_path, m
     (kept,) = [path] if comes_back else tmp_path.rglob("old.mlpackage")
     assert {each.relative_to(kept): each.read_bytes() for each in kept.rglob("*") if each.is_file()} == old
     assert not comes_back or [each.name for each in tmp_path.iterdir()] == ["m.mlpackage"]
+
+
+def test_an_error_of_coremltools_is_one_line(tmp_path, monkeypatch, capsys):
+    """If coremltools cannot write a package, as on a full disk, the command prints one line and leaves no file."""
+
+    def model_of(*arguments):
+        raise RuntimeError("[MIL FileWriter]: Unknown error occurred while writing data to the file.")
+
+    convert.write(tmp_path / "a.npz", {"": convert.from_torch(mlx_lstm.torch.LSTM(I, H))})
+    monkeypatch.setattr(_coreml_file, "model_of", model_of)
+    assert main([str(tmp_path / "a.npz"), str(tmp_path / "a.mlpackage")]) == 2
+    said = capsys.readouterr().err
+    assert "not converted: coremltools could not write" in said and "[MIL FileWriter]" in said
+    assert [each.name for each in tmp_path.iterdir()] == ["a.npz"]
 
 
 def test_names_that_core_ml_makes_equal_are_refused(tmp_path):

@@ -63,7 +63,10 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
     tools = load()
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
         new = Path(folder) / f"new{ENDING}"
-        model_of(tools, layers, arrays).save(str(new))
+        try:
+            model_of(tools, layers, arrays).save(str(new))
+        except RuntimeError as error:  # of coremltools' own writer, for example if the disk is full
+            raise OSError(f"coremltools could not write {path}: {shown(error)}") from error
         if path.exists():
             if not force:
                 raise FileExistsError(f"{path} exists")

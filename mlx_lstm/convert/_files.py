@@ -215,6 +215,7 @@ def write(
     Raises:
         ValueError: the file exists, or the format has no place for an option.
         FileExistsError: another process wrote the file in the meantime.
+        OSError: the file cannot be written, for example because the disk is full.
         ImportError: h5py, onnx or coremltools is missing.
 
     Example:
