@@ -31,7 +31,7 @@ from mlx_lstm.lab.timing.report import PAUSE_HINT, THREADS_HINT, group_text
 from mlx_lstm.lab.timing.rounds import Measurement, Plan, needed_bytes, peak_ratio, plan, ratio, take_turn
 from mlx_lstm.lab.timing.short import time_line
 from mlx_lstm.lab.timing.tasks import PASSES, Size, Task, parse_size
-from mlx_lstm.lab.timing.worker import PeakMemory
+from mlx_lstm.lab.timing.worker import PeakMemory, Worker
 from mlx_lstm.oracle.arithmetic import Rounding
 
 TINY = Size(5, 3, 4, 8)
@@ -552,3 +552,13 @@ def test_pauses_before_frames_are_told_apart_from_the_steps(which, slept, monkey
     for run in (1, 2):
         work.run()
         assert work.slept() == pytest.approx(slept) and clock[-1] == pytest.approx(run * (4 + slept))
+
+
+def test_a_turn_runs_the_task_until_its_time_is_over():
+    """A turn repeats a short task, and runs a long one once, each after the untimed runs."""
+    for seconds, long in ((0.02, False), (0.0, True)):
+        runs = []
+        run = lambda runs=runs: runs.append(1) or (0.001, None, None)  # noqa: E731
+        worker = SimpleNamespace(resume=int, pause=int, run=run, idle_cpu=0.0, idle_wall=1.0)
+        answer = Worker.time(worker, seconds, 2)
+        assert len(answer["samples"]) == len(runs) - 2 and (len(answer["samples"]) == 1) == long

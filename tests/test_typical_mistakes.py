@@ -171,6 +171,16 @@ def test_methods_of_other_frameworks(layer, name):
     assert not hasattr(layer, name)
 
 
+def test_arguments_of_calls_of_other_frameworks():
+    for word in ("sequence_lengths", "seq_lengths", "seq_lens", "sequence_length"):
+        with pytest.raises(ValueError, match=f"{word} .*: it is called lengths here"):
+            nn.LSTM(3, 4)(x, **{word: [5, 3]})
+    for word in ("initial_state", "state", "states", "h0", "h_0", "c0", "c_0", "carry"):
+        for layer, ours in ((nn.LSTM(3, 4), "called hidden here"), (torch.LSTM(3, 4), "hx")):
+            with pytest.raises(ValueError, match=f"{word} .*{ours}"):
+                layer(x, **{word: state})
+
+
 def test_unknown_names_keep_the_errors_of_python():
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         nn.LSTM(3, 4, colour="red")
