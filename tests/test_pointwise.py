@@ -26,6 +26,7 @@ from slstm_reference import draw_extreme, slstm_by_softmax
 
 from mlx_lstm import cells, lstm, pointwise
 from mlx_lstm.nn import Pointwise
+from mlx_lstm.oracle import kink_distance
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -69,6 +70,26 @@ def test_inference_on_numpy_is_right(cell, sizes):
     names = found.keys()
     assert_right(
         {name: to_numpy(found[name]) for name in names}, {n: exact[n] for n in names}, {n: bounds[n] for n in names}
+    )
+
+
+def folded(a, state):
+    """A cell of 40 steps, each of which reads the result of the step before it twice."""
+    h = a[0]
+    for _ in range(40):
+        h = (h + mx.sin(h)) / 2
+    return (mx.where(h > 0, h, state[0]),)
+
+
+def test_a_value_that_is_read_twice_is_visited_once():
+    """The oracle finds how near a cell comes to a jump in time that grows with the cell's operations, not with the ways
+    through them, of which this cell has 2^40."""
+    case, _ = draw(np.random.default_rng(4), form := Form(folded, gates=1, states=1), {}, (2, 1, 1, 3))
+    h = case["x"] @ case["Wx"].T + case["b"]
+    assert (
+        0
+        < kink_distance(op="pointwise", graph=form.graph(1, 3), **case)
+        <= np.abs(h[0] + case["h0"] @ case["Wh"].T).min()
     )
 
 

@@ -129,7 +129,8 @@ def jumps(p: OneDirection, s: Step) -> Iterator[Array]:
     For a remainder it is the distance of the quotient to the nearest integer."""
     graph, values = p.graph, s.values
     # Also compute the nodes that only the gradient needs, but none that depends on a gradient.
-    computed(p, values, [n for n in range(len(graph.nodes)) if not reads_gradient(graph, n)], Rounding(np.float64))
+    known = {*range(len(graph.nodes))} - readers_of_gradients(graph)
+    computed(p, values, sorted(known), Rounding(np.float64))
     for op, args, _ in (node for n, node in enumerate(graph.nodes) if n in values):
         operands = [values[k] for k in args]
         # floor and ceil jump at integers; np.rint is the nearest one.
@@ -146,7 +147,11 @@ def jumps(p: OneDirection, s: Step) -> Iterator[Array]:
             yield np.abs(quotient - np.rint(quotient))
 
 
-def reads_gradient(graph: Any, n: int) -> bool:
-    """Return whether node n depends on a gradient of the new states, which is known in the backward pass only."""
-    op, args, value = graph.nodes[n]
-    return (op == "input" and value[0] == "d") or any(reads_gradient(graph, k) for k in args)
+def readers_of_gradients(graph: Any) -> set[int]:
+    """Return the nodes that depend on a gradient of the new states, which is known in the backward pass only. Each node
+    follows its operands, so one pass over all nodes finds them."""
+    found: set[int] = set()
+    for n, (op, args, value) in enumerate(graph.nodes):
+        if (op == "input" and value[0] == "d") or not found.isdisjoint(args):
+            found.add(n)
+    return found
