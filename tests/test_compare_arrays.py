@@ -151,6 +151,12 @@ def test_open_readings(tmp_path, capsys):
     assert "if the output gate peeps at c[t] (E:peephole)" in told(tmp_path, capsys, arrays, "--descriptor", both)[1]
 
 
+def test_both_directions_without_their_property(tmp_path, capsys):
+    """The shapes of the arrays tell that the op ran in both directions, if the descriptor does not."""
+    code, text = told(tmp_path, capsys, dumped(bidirectional=True, absent=("mask",)))
+    assert code == 0 and text.startswith("1 case, 30 comparisons: all agree\n")
+
+
 def test_a_hard_sigmoid_of_another_slope(tmp_path, capsys):
     """It is tried where the descriptor has a hard_sigmoid, and only there: see the next tests."""
     gates = {"forget_gate_activation": "hard_sigmoid"}
