@@ -1003,6 +1003,7 @@ def test_large_calls_have_small_trials():
         small = trial_of(engine, chunked).problem
         assert 2 * small.chunks.steps == small.T and small.chunks.recomputes == again
         assert small.limits.unchunked == (unchunked if again else 0)
+    assert trial_of("fused", problem(bidirectional=True)).problem.bidirectional
     # Kernels depend neither on numbers such as cell_clip nor on the order of the arrays.
     assert trial_of("fused", problem(names=("x", "Wh"))) == trial_of("fused", problem(names=("Wh", "x")))
     cells = [LSTMCell(cell_clip=clip, forget_bias=1.0 + clip) for clip in (1.0, 2.0)]

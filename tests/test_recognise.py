@@ -764,6 +764,20 @@ BAD = {
 }
 
 
+def test_a_step_of_two_equal_widths_gets_x_first():
+    """If x is as wide as h, nothing says that a step takes h first, so this GRU is not recognised."""
+    m = Cell(inner=nn.Linear(H, 3 * H), outer=nn.Linear(H, 3 * H))
+
+    def step(h, x):
+        (r, z, n), (pr, pz, pn) = (mx.split(part, 3, axis=-1) for part in (m.inner(x), m.outer(h)))
+        z, n = mx.sigmoid(z + pz), mx.tanh(n + mx.sigmoid(r + pr) * pn)
+        return z * h + (1 - z) * n
+
+    assert recognise(m, lambda x, h: step(h, x), H, H).startswith("gru(x, inner.weight, outer.weight")
+    with pytest.warns(UserWarning, match="no call equals the step"):
+        assert recognise(m, step, H, H) is None
+
+
 def test_the_smallest_cell():
     m = Cell(inner=nn.Linear(1, 8), outer=drawn(8, 2))
 
