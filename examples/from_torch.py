@@ -1,12 +1,10 @@
 """PyTorch to MLX and back: an LSTM, GRU or RNN with any number of layers, converted in both directions.
 
     python examples/from_torch.py                        # an LSTM of two layers in both directions
-    python examples/from_torch.py --mode gru --layers 3
-    python examples/from_torch.py --save lstm.safetensors
+    python examples/from_torch.py --mode gru --layers 3 --save gru.safetensors
 
-The functions `from_torch` and `to_torch` convert the layer. The rest of the program runs the torch layer, which has
-random weights, and the converted layer on the same sequences of different lengths, and prints how their results differ.
-The example needs torch.
+The functions `from_torch` and `to_torch` convert the layer. The program then runs both layers, with the same random
+weights, on the same sequences of different lengths, and prints how their results differ. The example needs torch.
 """
 
 import argparse
@@ -78,11 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     layers = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn": torch.nn.RNN}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=layers, default="lstm")
-    parser.add_argument("--layers", type=int, default=2, metavar="L", help="number of layers (default: 2)")
+    parser.add_argument("--layers", type=int, choices=range(1, 10), default=2, help="number of layers (default: 2)")
     parser.add_argument("--save", metavar="FILE", help="write the weights under torch's names, .safetensors")
     arguments = parser.parse_args(argv)
-    if arguments.layers < 1:
-        parser.error("--layers must be at least 1")
     if arguments.save and (Path(arguments.save).suffix != ".safetensors" or not Path(arguments.save).parent.is_dir()):
         parser.error("--save must be a file name that ends in .safetensors, in a folder that exists")
     torch.manual_seed(0)
@@ -93,9 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     expected, got = run_torch(theirs, x, lengths), run_mlx(ours, x, lengths)
     for name, value in expected.items():
         print(f"{name:32} {value.shape!s:14} largest difference {np.abs(got[name] - value).max():.1e}")
-
-    back = to_torch(ours)
-    same = all(torch.equal(one, two) for one, two in zip(theirs.parameters(), back.parameters(), strict=True))
+    same = all(torch.equal(*pair) for pair in zip(theirs.parameters(), to_torch(ours).parameters(), strict=True))
     print(f"back in torch: {'the same bits' if same else 'DIFFERENT'}")
     if arguments.save:
         ours.save_weights(arguments.save)

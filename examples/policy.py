@@ -53,8 +53,7 @@ class Policy(nn.Module):
 
 
 def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
-    """Play some steps of all games. Return arrays [GAMES, steps] by name and the last states [GAMES, HIDDEN]. wipe:
-    whether the states are reset after every step, so that the policy has no memory."""
+    """Play all games for `steps` steps. Return {name: array [GAMES, steps]} and the last states."""
     records = []
     for _ in range(steps):
         scores, state = policy.step(mx.array(seen := games.seen), state)
@@ -67,9 +66,8 @@ def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
 
 
 def loss(policy, played, state):
-    """Return the REINFORCE loss, which makes winning actions more likely and losing actions less likely, and the
-    largest difference of the scores from those of the single steps. Only the last action of an episode has a reward, so
-    only this action enters the loss. played: the arrays of `rollout`; state: the states before it."""
+    """Return the REINFORCE loss, which makes winning actions more likely and losing ones less, and how far the scores
+    are from those of single steps. Only the last action of an episode has a reward, so only this action counts."""
     played = {name: mx.array(values) for name, values in played.items()}
     keep = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~played["ends"][:, :-1]], axis=1)  # False: a new episode
     scores = policy(played["seen"], state, keep)
