@@ -107,14 +107,30 @@ void store_last(
   }
 }
 
-// Run the forward pass. group: the threadgroup's index along the batch, and the direction. index: the thread's index
-// among the `threads` threads of the threadgroup. s: the lane's number among the GROUP lanes that share a product;
-// lane: its index among those that share its unit. block: the position of the lane's gate, -1 if it has no gate. real:
-// whether the lane has a unit; a lane past H only takes part in the product. If the units fill whole simdgroups, every
-// lane has a unit, and the compiler drops the comparison with H. own: where the unit's h lies in an operand. writes:
-// whether the lane has the states of a unit; h_now and c_now are valid only there. HALF: how many vectors a half of the
-// double buffer has. TWO: whether a step has two products; the second one is for gate n only, whose bit is 4. y: the
-// lane's z, then its gate. m: the new h, in the lane that writes. a.numbers: forget bias and limit of c of an LSTM.
+// Run the forward pass of one direction for ROWS batch items. A lane computes at most one gate of one hidden unit.
+//   H, UNITS     the hidden units; how many of them a group of GROUP lanes computes together
+//   RESIDENT     how many of its weight vectors a lane has in registers (resident)
+//   V, S         the type of a vector of 4 weights, or of 4 words with quantized weights; the dtype of the arrays
+//   Index        the type that counts elements of arrays
+//   a.numbers    the forget bias and the limit of c of an LSTM
+//   vectors      threadgroup memory: the double buffer of the products' operands, then the memory of the norms
+//   HALF         how many vectors a half of the double buffer has
+//   TWO          whether a step has two products: those of a GRU whose reset comes before the candidate's product
+//   before, after   where the masked h of this step and of the next step lie: in different halves. If TWO, both lie in
+//                half 0, and r times the masked h lies in half 1. The second product is for the candidate n only, gate
+//                2, so its bit set WANTED is 1 << 2 = 4
+//   group        the threadgroup's index along the batch, and the direction
+//   index        the thread's index among the `threads` threads of the threadgroup
+//   s            the lane's index among the GROUP lanes that share a product
+//   lane, unit   the lane's index among the lanes that share its unit; the index of this unit
+//   block        the index of the lane's gate on the gate axis; -1 if the lane has no gate
+//   real         whether the lane has a unit; a lane past H only takes part in the product. If the units fill whole
+//                simdgroups, every lane has a unit, and the compiler drops the comparison with H
+//   own          where the unit's h lies in an operand
+//   writes       whether the lane has the states of a unit; h_now and c_now are valid only there
+//   y            before Unit::forward the input's part of the preactivation of the lane's gate; after it the gate (of a
+//                plain RNN the preactivation)
+//   m            the new h, valid in the lane that writes
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void fused_forward(
     thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {

@@ -364,8 +364,8 @@ void states_backward(
       const float s = activate(Cell::activation(Cell::OUTPUT), seen);
       dc[r] += numbers[r].ds[1];
       d[r] = Cell::state_backward(N::IN_STATE ? dc[r] : 0.0f, dm, of_lane<LANES>(items[r].y, O), s);
-      // of_o: the gradient that comes through the peephole of gate o, if it reads the new c. It reads `seen` if
-      // IN_STATE, else c before the norm.
+      // of_o: the gradient that comes through the peephole of gate o, if the peephole reads the new c. If IN_STATE, the
+      // peephole reads `seen`, else c before the norm.
       if constexpr (Cell::PEEPHOLE == Cell::O_SEES_CURRENT) {
         const float of_o = of_lane<LANES>(
             p * Cell::gate_backward(items[r].d, dm, s, slope(Cell::activation(O), items[r].y)), O);

@@ -349,11 +349,12 @@ void unit_gradients(
     constexpr int NORMS = Norm<Cell>::OF == NOTHING ? 1 : Norm<Cell>::GROUPS + 1;
     const float of_norm = a.norm_r[place(s, s.t, b, NORMS) + NORMS - 1];
     ds[1] = d.carry + (d.of_c * scale - (c_sums[0] + normed * c_sums[1]) / H) * of_norm;
-    // Cell::backward must know whether the clip changed c. The clip comes before the norm. If IN_STATE, the saved c is
-    // the normalised one, so c before clip and norm is computed again.
+    // Cell::backward must know whether the clip changed c. The clip comes before the norm. If the next step gets the
+    // normalised c (IN_STATE), the saved c is the normalised one. So c before clip and norm is computed again.
     if (Norm<Cell>::IN_STATE) after[1] = y[Cell::GATE_F] * before[1] + y[Cell::GATE_I] * y[Cell::GATE_G];
-    // norm_of_c_backward has already computed the gradients that go through m, among them that of o's preactivation
-    // (of_o). So Cell::backward gets 0 as the gradient of m (ds[0]) and for gate o, and of_o is restored afterwards.
+    // m is the output gate times the activation of the normalised c. norm_of_c_backward has already computed the
+    // gradients that go through m, among them of_o, that of the output gate's preactivation. So Cell::backward gets 0
+    // as the gradient of m (ds[0]) and for the output gate, and of_o is restored afterwards.
     const float of_o = d.dz[Cell::GATE_O];
     d.dz[Cell::GATE_O] = 0.0f;
     Cell::backward(p, u, y, before, after, ds, d.dz, du, dp);

@@ -39,9 +39,10 @@ Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row
 
 // --- The product in lanes ---
 
-// How many neighbouring weights of a row a lane reads and multiplies at a time. They share a scale and fill a whole
-// number of 32-bit words. With several batch items it is 16, because a lane then needs registers for more sums. But for
-// odd BITS 16 weights do not fill whole words, so it stays 32.
+// How many neighbouring weights of a row a lane reads and multiplies at a time: 32 or 16. They share a scale and fill a
+// whole number of 32-bit words. It is 16 if only 16 weights share a scale (GROUP == 16). It is also 16 with several
+// batch items, because a lane then needs registers for more sums. But for odd BITS 16 weights do not fill whole words,
+// so it stays 32.
 template <int BITS, int GROUP, int ROWS>
 constant constexpr int TAKEN = GROUP == 16 || (ROWS > 1 && BITS % 2 == 0) ? 16 : 32;
 

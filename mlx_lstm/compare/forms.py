@@ -17,15 +17,20 @@ from ..oracle.recurrence import unroll
 
 
 def predicted(case: CompareCase, fl: Rounding, readings: dict[str, str]) -> Arrays:
-    """Return the documented results of a case by name, and also other arrays that MPSGraph or an app may have returned
-    instead. The names of these arrays are:
+    """Return the documented results of a case (a call of an MPSGraph op) by name. Also return other arrays that
+    MPSGraph may have returned, or an app may have saved, in place of a documented result:
 
-    - "z_state before", "z_state after": the gates before or after the activations;
-    - "z_state product": what `with_product` returns;
-    - "c squashed": c after the last activation;
-    - "last h", "last c": only the last step;
-    - "h by step" and so on: a result of a reverse layer, in the order in which the steps are computed;
-    - "h halved" and so on: a result of two directions, whose second half is in the order of its computation.
+    - "z_state before": the gates of an LSTM or a GRU before their activations;
+    - "z_state after": the gate of a single-gate RNN after its activation;
+    - "z_state product": the gates z and r of a GRU, and the candidate's recurrent product, which r multiplies;
+    - "c squashed": c of an LSTM after the last activation, whose result the output gate multiplies;
+    - "last h", "last c": only the last step of each direction;
+    - "h by step" and so on: a result of a reverse layer, in the order from step T - 1 down to step 0;
+    - "h halved" and so on: a result of two directions, whose second half, the reverse direction, is in the order from
+      step T - 1 down to step 0.
+
+    fl: the arithmetic, which says how results are rounded. readings: the interpretation of each point that Apple's
+    documentation leaves open, such as {"hard_sigmoid": "x/6"}.
     """
     results = evaluated(case, fl, **readings)
     more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}

@@ -32,12 +32,13 @@ def from_flashrnn(W: Any, R: Any, b: Any, *, function: str = "lstm") -> list[Wei
     """Return the weights of each head of an LSTM, a GRU or an Elman network that `flashrnn` runs.
 
     The heads of FlashRNN are independent: no head reads the h of another. So each head becomes one layer, and
-    `mlx_lstm.nn.stack` with `groups=` runs them side by side. FlashRNN itself gets the input after its product with
-    `W`; W is the weight of the layer before, often a `torch.nn.Linear` without a bias.
+    `mlx_lstm.nn.stack` with `groups=` runs them side by side. The function `flashrnn` has no argument W: its caller
+    multiplies the input by W before the call, often with a `torch.nn.Linear` without a bias. `W` is the weight of this
+    linear layer.
 
     Args:
-        W (array): [G, N, D, I] for N heads of D units: the input's weights, `linear.weight.reshape(G, N, D, I)`. I is
-            what one head reads: all features, or the head's own part.
+        W (array): [G, N, D, I], the input's weights, for G gates, N heads of D units, and I features that one head
+            reads: all features of the input, or only the head's own part. It is `linear.weight.reshape(G, N, D, I)`.
         R (array): [G, N, D, D], the argument R of `flashrnn`; row d of [D, D] has the weights of unit d.
         b (array): [G, N, D], the argument b; of a GRU [4, N, D].
         function (str): `"lstm"`, `"gru"` or `"elman"`, as in `flashrnn`. Default: `"lstm"`.

@@ -459,7 +459,9 @@ def engine_gradients(
     `numpy` can compute only with arrays that have values. If mx.vmap computes a Jacobian, the cotangents have no
     values; then the engine `ops` computes the gradients.
 
-    saved: what the forward pass saved, by name. left_out: () or ("x",).
+    chunked: the object that runs the engine in chunks of time; None if the call is not divided. saved: what the forward
+    pass saved, by name. left_out: the gradients that `numpy` does not compute: ("x",) if MLX does not ask for the
+    gradient of x, else ().
     """
     sweeps = chunked or ENGINE_MODULES[engine]  # both have the function `backward`
     if engine != "numpy":

@@ -80,8 +80,9 @@ def normalised_input(
 
 
 def with_shift_in_bias(cell: AnyCell, arrays: Arrays, directions: int) -> Arrays:
-    """Return the arrays with `norm_shift` added to b. A GRU's candidate n is an exception: its shift is added to bhn,
-    because the reset gate multiplies the normalised product with its shift, as it multiplies bhn."""
+    """Return the arrays with `norm_shift` added to the bias b, and without the entry `norm_shift`. A GRU's candidate n
+    is an exception: its shift is added to bhn, the bias of the candidate's recurrent product. The reset gate multiplies
+    the sum of this product, its shift and bhn."""
     shift = arrays["norm_shift"].reshape(directions, cell.gates, -1)  # [directions, gates, H]
     found: dict[str, mx.array] = {"b": shift.reshape(-1)}
     if isinstance(cell, GRUCell):

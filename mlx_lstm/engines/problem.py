@@ -155,8 +155,8 @@ class Problem(NamedTuple):
 
     @property
     def directions(self) -> int:
-        """The number of directions, 1 or 2. The last axis of an array that both directions share is wider by this
-        factor."""
+        """The number of directions, 1 or 2. An array that holds the values of both directions side by side, such as h,
+        has a last axis wider by this factor."""
         return 2 if self.bidirectional else 1
 
     @property

@@ -120,8 +120,10 @@ def environment() -> str:
 
 
 def read() -> dict[str, dict[str, Verdict]]:
-    """Return the content of `verdicts.json`: for each environment (system and versions) a dict from a trial's name
-    to its verdict. Return an empty dict if the file is missing or broken; if it is broken, also warn."""
+    """Return the content of `verdicts.json`: {environment: {name of a trial: its verdict}}. An environment is a chip
+    with the versions of macOS, MLX and our kernels. A trial runs kernels before their first use. Its verdict says that
+    their results are correct, or why they are refused. If the file is missing or broken, return {}; if it is broken,
+    also warn."""
     path = file()
     try:
         content = read_json(path)

@@ -56,7 +56,9 @@ class Pointwise(nn.Module):
 
     Args:
         cell (callable): `cell(a, state, *inputs, *params) -> state`, as in `mlx_lstm.pointwise`, where a holds the
-            gates' preactivations; for example one of `mlx_lstm.cells`.
+            gates' preactivations, and inputs are arrays of the step that a call of the layer passes as `inputs=`. It
+            must be pointwise: compute each number from the numbers of the same sequence and unit. An example is
+            `mlx_lstm.cells.slstm`.
         input_size (int): size of the features, D.
         hidden_size (int): size of each state, H.
         gates (int): number of gates, G.
@@ -70,7 +72,7 @@ class Pointwise(nn.Module):
         bidirectional (bool): run both directions, each with its own parameters. Default: `False`.
         layer_norm (bool or Norm): layer normalisation of the preactivations before the cell gets them. A
             `mlx_lstm.Norm` without arrays: its scales and shifts are parameters of the layer, as in `LSTM`. `True` is
-            `Norm()`, which normalises both products. Default: `False`.
+            `Norm()`, which normalises the products x Wx^T and h Wh^T, each by itself. Default: `False`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in
             `mlx_lstm.lstm`. Also an attribute. Default: `None`, save all.
         engine (str, optional): force an engine. Also an attribute. Default: the best for the stream's device.

@@ -274,7 +274,8 @@ def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
     unchanged.
 
     s: the values of the forward step. y: the gates by letter. da(k, ...): the gradient of gate k's preactivation. h is
-    z h_prev + (1 - z) n, so the gradients to_h of h_prev and to_n of n are dh times z and 1 - z; flip_z exchanges them.
+    z h_prev + (1 - z) n. So to_h, the part of the gradient of h_prev outside the products, is dh z, and to_n, the
+    gradient of n, is dh (1 - z). With flip_z the factors z and 1 - z change places.
     """
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731

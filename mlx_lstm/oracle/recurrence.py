@@ -165,9 +165,12 @@ def times_keep(p: OneDirection, t: int, value: Array, fl: Rounding) -> Array:
 
 
 def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl: Rounding) -> Tensors:
-    """Run backpropagation through time over the tape (the values of each time step). Return the gradients of the arrays
-    that the case has. fl: how results are rounded. dh, dc: the gradients of h and c that come from later steps. dh_t,
-    dc_t: dh and dc plus the cotangents of the outputs of step t."""
+    """Run backpropagation through time over the tape (the values of each time step). Return the gradients, by name, of
+    the arrays that the caller passed.
+
+    p: the arrays and options of one direction of the call. fl: how results are rounded. dh, dc: the gradients of h and
+    c that come from later steps. dh_t, dc_t: dh and dc plus the cotangents of the outputs of step t.
+    """
     step_back = STEPS[p.op][1]  # the function that computes the gradients of one step
     cot = {name: fl.load(value) for name, value in cotangents.items()}
     dh = cot.get("hT", np.zeros((p.B, p.P)))

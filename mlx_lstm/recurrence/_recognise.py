@@ -559,8 +559,10 @@ def ways_of(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
 
 
 def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
-    """Yield (hypothesis, text) for a cell with the states h and c: an LSTM whose output peephole reads the current or
-    the previous c. text: says that the forget bias could not be measured, or "".
+    """Yield (way, text) for a cell with the states h and c. A `Way` is a hypothesis on the formula that the user's cell
+    computes: here the function "lstm" with the measured forget bias and limit on c. It is yielded once for each kind of
+    output peephole, which reads the current or the previous c, and for each gradient that a limit on c may have. text:
+    says that the forget bias could not be measured, or "".
 
     A step with all parameters 0 multiplies c by the sigmoid of the forget bias. So a step from a tiny c shows the
     forget bias, and a step from a huge c shows the limit on c.
@@ -606,7 +608,8 @@ def decimal(measured: float, error: float) -> float | None:
 
 
 def written(number: float) -> float:
-    """Return a number as a program has it: 0.1 if the number is the float32 nearest to 0.1, else the number itself."""
+    """Return the short decimal that a programmer would have written: for the float32 nearest to 0.1 return 0.1. Return
+    a number that is no float32 unchanged."""
     short = float(str(np.float32(number)))
     return short if float(np.float32(short)) == number else number
 
@@ -715,8 +718,13 @@ def called(way: Way, arguments: dict[str, Any], x: mx.array, h: mx.array, c: mx.
 
 
 def match_of(way: Way, trial: Trial, form: Form) -> Match:
-    """Find the arguments with which a call of the function `way.op` may equal the user's cell. A gate without weights
-    gets zeros. trial.D, trial.H: the features of x and the hidden units."""
+    """Return the arguments of a call of `lstm`, `gru` or `rnn` that may equal the user's cell, in a `Match`. Its dict
+    `arguments` is empty if no call fits. A gate without weights gets zeros.
+
+    way: a hypothesis on the cell's formula, the function's name `way.op` and its options. trial: runs the user's cell
+    with chosen parameters. trial.D, trial.H: the features of x, the hidden units. form: how the user's step takes and
+    returns the states.
+    """
     parts, unknown = parts_of(way, trial, form)
     if not {kind for _, kind in parts} & {"x", "h"}:
         # (1,): a low rank of this note, as not even one gate was found.

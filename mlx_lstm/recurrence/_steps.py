@@ -66,8 +66,8 @@ def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.arra
 
 
 def hold_array(op: str, hold: Any) -> mx.array:
-    """Return `hold` as an MLX array of bool or of the integers 0 and 1. Raise an error for other types, dtypes and
-    numbers."""
+    """Return the option `hold` as an MLX array of bool or of the integers 0 and 1. 1 or true marks a time step that
+    leaves a sequence's state unchanged. Raise an error for other types, dtypes and numbers."""
     if not isinstance(hold, (list, np.ndarray, mx.array)):
         fail(op, f"hold must be an mlx.core.array{instead_of(hold)}", type(hold).__name__)
     if isinstance(hold, mx.array):

@@ -121,7 +121,8 @@ def function_of(
 
 
 class Plan:
-    """How the steps of a cell are computed: the cell's graph, and facts about it that the generated code depends on."""
+    """How the steps of a cell are computed: the cell's graph, and properties of it, such as whether a step has a second
+    product. They decide which NumPy code this module generates for a forward and a backward step."""
 
     def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
         """Read the cell's graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: whether the

@@ -268,9 +268,9 @@ class NewSequence(NewArray):
         T, B, _ = shape
         # returned: the order of the axes that the MLX array will have for the caller.
         self.returned: Order = BATCH_MAJOR if batch_first else TIME_MAJOR
-        # order: the order of the axes in memory. With B = 1 all three orders are the same layout in memory, and with T
-        # = 1 TIME_MAJOR and BATCH_MAJOR are. In these cases take the order `returned`, so that `to_mlx` need not
-        # transpose.
+        # order: the order of the axes in memory. TIME_MAJOR is [T, B, .], BATCH_MAJOR is [B, T, .], and FEATURE_MAJOR
+        # is [T, ., B]. With B = 1 all three are the same layout in memory, and with T = 1 the first two are. In these
+        # cases take the order `returned`, so that `to_mlx` need not transpose.
         self.order: Order = self.returned if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
         super().__init__(dtype, (shape[self.order[0]], shape[self.order[1]], shape[self.order[2]]))
         self.as_allocated: Array = self.memory

@@ -112,7 +112,8 @@ def over_time(
 
     live_at(t): a bool array [B, 1], true for batch items that have not ended at step t; None without lengths. For an
     item that has ended the output is 0 and the state stays unchanged. by_mlx: whether MLX differentiates the steps and
-    their derivatives may be infinite, as in a user's cell.
+    their derivatives may be infinite, as in a user's cell. Then a gather replaces the values of items that have ended,
+    because the gradient of mx.where would be NaN.
     """
     outputs = {}
     for t in steps:
