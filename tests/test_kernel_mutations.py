@@ -187,6 +187,67 @@ HARMLESS = {
     # also wait at the barriers and run the code that adds the products. There is no term to add, so the result is the
     # same.
     "if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  > becomes >=",
+    "if constexpr (P > 0) {  > becomes >=",
+    # After the end of a sequence (`live` is false) these loops write 0 instead of the values that a step saves. With a
+    # smaller bound a loop leaves out the last value. The backward pass reads no value after the end, so the gradients
+    # are the same.
+    "for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;  the bound of < is one less",
+    # A lane whose block index LANES * j + lane is too large loads the last block, COUNT - 1. With the bound COUNT - 1
+    # the condition changes only for the index COUNT - 1. Both branches of ?: then give block COUNT - 1.
+    "const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;"
+    "  the bound of < is one less",
+    # These functions (exp(x) - 1 and erf) use a series for small x and another formula for larger x. With <= they use
+    # the series at the limit itself, where both formulas are precise enough. One more or one less term of the series
+    # changes the result by less than a rounding error.
+    "return x * x < 0.04f ? near : exp(x) - 1.0f;  < becomes <=",
+    "return copysign(t < 1.0f ? 1.12837917f * t * near : 1.0f - exp(-s) * 0.564189584f / (t + far), x);  < becomes <=",
+    "for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);  < becomes <=",
+    "for (int n = 0; n < 12; ++n) near += term / float(2 * n + 1), term *= -s / float(n + 1);"
+    "  the bound of < is one less",
+    # With <=, the loop also adds up the number in `sums` that follows the products of this unit. This number belongs to
+    # another unit, and nothing here uses the sum. So the result is the same.
+    "for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Lanes<Cell>::LANES>(sums[n]);  < becomes <=",
+    # For tanh the function `squash` returns the formula `near` if z = x * x < 0.3, otherwise the formula `far`. With <=
+    # it returns `near` at z = 0.3, where both are precise enough. The second change concerns only power = 126: both
+    # branches of ?: then give 126.
+    "return is_tanh && z < 0.3f ? near : far;  < becomes <=",
+    "const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));  > becomes >=",
+    # The changes matter only if x equals the bound. Both branches then return the bound, so the result is the same.
+    "case RELU: return x < 0.0f ? 0.0f : x;  < becomes <=",
+    "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
+    "  < becomes <=",
+    "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
+    "  > becomes >=",
+    # The kernel collects the h that each step multiplies by Wh, and 0 for steps after the end of a sequence. With <=,
+    # the first step after the end gets the sequence's last h instead of 0. The gradient of Wh multiplies this h by a
+    # gradient of 0, so the gradient of Wh is the same.
+    "if (t < length) {  < becomes <=",
+    # In these conditions the index and the bound (COUNT or K) are multiples of the same number, which is more than 1.
+    # So a bound that is smaller by one changes nothing. With `k <= K` the loop runs once more, at k = K, but no lane
+    # has a weight there, and the product is the same.
+    "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
+    "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
+    "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
+    "if (k + first < uint(K)) multiply(rows, weights, columns, place, part);  the bound of < is one less",
+    # With <=, a shift by 0 goes to the right instead of to the left. The result is the same.
+    "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
+    # With >=, bits of the next word are added, too, but a later mask removes them. So the weight is the same.
+    "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",
+    # PIECE is the smaller one of SPAN and SIZE, two powers of two. If SPAN = SIZE, both branches of ?: give the same
+    # number. If not, the changed conditions are true for the same sizes as SPAN < SIZE. So PIECE is always the same.
+    "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
+    "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
+    # A lane's words are first weights (factor < 0), then scales and biases (factor = 0, 1, ...). With `factor <= 0` the
+    # slot of the first scale is computed by the formula for weights. Both formulas give slot 0 for it, so the result is
+    # the same.
+    "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
+    # Words with an index n below RESIDENT are in registers. With the bound RESIDENT - 1, the last of these words is
+    # read from memory instead. It has the same value there, so the product is the same.
+    "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",
+    # If a quantization group has more than 16 weights, several lanes share it: its first lane (the leader) loads the
+    # scale and sends it to the others. With >=, groups of 16 run this code, too. There each lane is its own leader and
+    # sends the scale to itself, so nothing changes.
+    "if constexpr (GROUP > 16) {  > becomes >=",
     # The line computes dh at the time step s.t if this step is before the end of the sequence. With <=, it also
     # computes dh at the first step after the end. Nothing reads this dh, so the gradients are the same.
     "if (s.n < 0 || s.t < length) sum = dh_sum<Cell>(s, a, sums + cell, length, b, j, P);  < becomes <=",
