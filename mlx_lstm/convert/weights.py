@@ -23,7 +23,7 @@ import numpy as np
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..ground.budget import shown
-from ..ground.checks import FLOATS, check_array, check_limit, check_number, check_option, fail
+from ..ground.checks import FLOATS, check_array, check_limit, check_number, check_option, fail, for_mlx
 from ..recurrence import join_biases
 from .layers import check_keys, class_of
 
@@ -462,13 +462,9 @@ def to_mlx(array: Any) -> mx.array:
         if str(array.dtype) == "torch.bfloat16":  # NumPy has no bfloat16
             return mx.array(array.float().numpy()).astype(mx.bfloat16)
     try:
-        array = np.asarray(array)
+        array = for_mlx(array)
     except ValueError:  # a list of rows of different lengths
         fail("convert", "arrays must hold numbers, in rows of equal length,", type(array).__name__)
-    # MLX takes no array with a reversed axis or with the byte order of another machine, so make a copy without them.
-    # Only `copy` changes a reversed axis of size 1.
-    array = array.copy() if min(array.strides, default=0) < 0 else array
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)
     # NumPy's kinds of dtypes: f floats, i and u integers, b bools. MLX has none of more than 8 bytes.
     if (array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16") or array.itemsize > 8:
         fail("convert", "arrays must hold numbers", array.dtype)

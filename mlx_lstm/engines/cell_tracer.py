@@ -128,15 +128,14 @@ def listing(
     """Return MLX's list of the operations of a cell and of its gradient as text, with the exact numbers of the
     constants. The list of the cell alone would lack mx.stop_gradient. step: the cell as a function of one list of
     arrays; the other arguments are those of `traced`."""
-    with mx.stream(mx.cpu):  # as in `trace`
-        given, d_states = arrays_of(counts, apart, shape, dtype)
-    n = len(given)
 
     def results(*arrays: mx.array) -> list[mx.array]:
+        n = len(arrays) - counts.states  # the cotangents of the new states come last
         values, gradients = vjp(step, arrays[:n], arrays[n:])
         return [*values, *gradients]
 
-    with mx.stream(mx.cpu):
+    with mx.stream(mx.cpu):  # as in `trace`
+        given, d_states = arrays_of(counts, apart, shape, dtype)
         content = exported(results, [*given, *d_states])
     try:
         constants = [array.tolist() for item in content for _, array in item.get("constants", ())]

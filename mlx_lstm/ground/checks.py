@@ -144,6 +144,16 @@ def instead_of(value: object, name: str = "") -> str:
     return ": make one by mx.array(...)," if isinstance(value, list) or hasattr(value, "__array__") else ""
 
 
+def for_mlx(value: Any) -> np.ndarray[Any, Any]:
+    """Return an array of NumPy, or a list, as a NumPy array that MLX accepts: without a reversed axis and in the byte
+    order of this machine. It is copied only if that changes something. Raise NumPy's ValueError for a list of rows of
+    different lengths."""
+    array = np.asarray(value)
+    # Only `copy` changes a reversed axis of size 1.
+    array = array.copy() if min(array.strides, default=0) < 0 else array
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
 def check_sizes(op: str, name: str, array: mx.array | ArraySpec) -> None:
     """Raise ValueError if an axis of `array` has the size 0."""
     if 0 in array.shape:

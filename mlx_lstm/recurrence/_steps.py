@@ -22,7 +22,7 @@ import numpy as np
 from ..engines.directions import half
 from ..engines.problem import Array, Arrays, masks_differ
 from ..engines.tracing import have_values
-from ..ground.checks import ArraySpec, fail, instead_of
+from ..ground.checks import ArraySpec, fail, for_mlx, instead_of
 
 
 def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bool) -> None:
@@ -74,9 +74,7 @@ def hold_array(op: str, hold: Any) -> mx.array:
         array = hold
     else:
         try:
-            # MLX takes no reversed axis and no foreign byte order.
-            copy = np.array(hold, order="C")
-            array = mx.array(copy.astype(copy.dtype.newbyteorder("="), copy=False))
+            array = mx.array(for_mlx(hold))
         except (ValueError, RuntimeError):  # rows of different lengths, text or objects
             fail(op, "hold must be bool or integers, in rows of equal length,", hold)
     if array.dtype != mx.bool_ and not mx.issubdtype(array.dtype, mx.integer):

@@ -41,7 +41,7 @@ from ..cells import AnyCell, PointwiseCell, norm_blocks
 from ..definitions import ScaledNorm, constant, normalised
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
-from ..tracing import distinct, split_apart
+from ..tracing import distinct
 from .packed import dequantized, times_input
 from .pointwise import chosen, gradients_by_mlx, pointwise_step
 
@@ -147,7 +147,8 @@ def by_time(sequence: Array) -> list[Array]:
     """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
     # Not sequence[t]: under mx.compile(shapeless=True) a later call with another shape would silently use the shape of
     # the first call.
-    return [row.squeeze(0) for row in split_apart(sequence, sequence.shape[0])]
+    # [None] for the reason in `split_apart`. One squeeze then removes both axes of a step; `split_apart` would add one.
+    return [row.squeeze((0, 1)) for row in mx.split(sequence[None], sequence.shape[0], axis=1)]
 
 
 def step(
