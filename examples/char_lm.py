@@ -85,8 +85,8 @@ class Settings(NamedTuple):
     dtype: str = "float32"
 
 
-# The settings that were added later, so that old checkpoints lack them, and the values that old versions used.
-# `Run.write` does not store a setting that has this value.
+# {setting that old checkpoints lack: the value that old versions of this program used for it}. `Run.write` does not
+# store a setting that has this value.
 ADDED = {"dtype": "float32"}
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}  # no float16: it needs a scaled loss, see docs/training.md
 RANGES = {  # of each option that is a number: its lowest value, and the limit that it must stay below

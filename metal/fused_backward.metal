@@ -35,11 +35,13 @@
 //   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
 //   live         whether the batch item has not ended at this step
 
-// Compute the backward product: x, the gradients of ROWS batch items in threadgroup memory, times columns of Wh. The
-// GROUP lanes that share a product have the columns of UNITS units. sum[r]: the result for batch item r and the lane's
-// own unit; all LANES lanes of the unit get it. x points to the first number that this lane multiplies. FROM: the
-// lane's first weight vector for this product. The arguments 1, 1 of add_product and sum_over_units: a unit has one
-// sum, not one per gate, and its bit in the set of wanted sums is 1.
+// Compute the backward product for ROWS batch items: their gradients x, in threadgroup memory, times columns of Wh.
+// GROUP lanes compute the products of UNITS units together; LANES of them belong to each unit.
+//   sum[r]   the result for batch item r and the lane's unit; all lanes of the unit get it
+//   x        points to the first number that this lane multiplies
+//   FROM     the number of the lane's first weight vector for this product
+// The arguments 1, 1 of add_product and sum_over_units: a unit has one sum, not one per gate, and its bit in the set of
+// wanted sums is 1.
 template <class Cell, int UNITS, int ROWS, int RUNS, int FROM, int RESIDENT, class V>
 void products_of_columns(
     thread float (&sum)[ROWS], thread const V* resident, const device V* streamed, threadgroup const float4* x) {

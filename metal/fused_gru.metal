@@ -56,9 +56,12 @@ struct Lanes<GRUCell<OPTIONS>> {
     if (WANTED & 4) slots[2] = sum_over_lanes<LANES>(slots[2]);
   }
 
-  // Compute one step and return the new h; the result is valid only in lane 2, the lane of gate n. gate: the lane's
-  // number. y: on entry the input's part of the preactivation, on return the lane's gate. bhn: the unit's bias. sums:
-  // the recurrent products. Parameters without a name are for other cells. Lane 2 reads r from lane 0 and z from lane
+  // Compute one step and return the new h; the result is valid only in lane 2, the lane of gate n.
+  //   gate   the lane's number
+  //   bhn    the recurrent bias of gate n of this unit
+  //   sums   the recurrent products
+  //   y      before the call the input's part of the lane's preactivation, after it the lane's gate
+  // Parameters without a name are for other cells. Lane 2 reads r from lane 0 and z from lane
   // 1: simd_shuffle_xor(x, d) reads x of lane (own ^ d), an exclusive or, and 2 ^ 2 = 0, 2 ^ 3 = 1. own: the gate r in
   // lane 0 and z in lane 1, for which gate & 1 is 1; in the lanes 2 and 3 it is not used.
   static float forward(

@@ -12,8 +12,8 @@
 //   norm_scale, norm_shift  [D, G H]   norm_c_scale, norm_c_shift  [D, H]; a call without them uses scale 1, shift 0
 //   norm_eps                [1]
 //
-// Bits 27 to 30 of OPTIONS are one number: a value of NormOf (0 to 4), plus 5 if c is normalised for the output h only,
-// plus 10 if the next step gets the normalised c, too.
+// The bits 27 to 30 of OPTIONS hold one number, which is a sum: a value of NormOf (0 to 4); and 5 if only the output h
+// is computed from the normalised c, or 10 if the next step gets the normalised c, too.
 
 // Which numbers a cell normalises: none, the recurrent products, or the sums of these products and the input's part.
 // With the values that end in OF_EACH each gate has its own mean and variance.

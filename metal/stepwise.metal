@@ -66,9 +66,9 @@ struct Block {
   threadgroup float* sums;
 };
 
-// The template argument Gates of a product whose weights are not divided by gates, such as Wp or the transposed Wh. A
-// product finds the H rows of a gate's weights at the position Gates::block(gate), which depends on the gate order of a
-// cell. Here all rows are one block at position 0.
+// Replace the gate order of a cell (the template argument Gates) in a product with weights that have no gates, such as
+// Wp or the transposed Wh. Gates::block(gate) tells which block of H rows holds the weights of a gate. Weights without
+// gates are one block, number 0.
 struct OneBlock {
   static constexpr int block(int) { return 0; }
 };

@@ -1,4 +1,4 @@
-// The recurrent product of one time step for many batch items, computed with products of 8 x 8 matrices:
+// Compute the recurrent product of one time step for many batch items, as a sum of products of 8 x 8 matrices:
 //
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k],   k = 0 ... K - 1
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS

@@ -773,7 +773,8 @@ class Cell(Layers):
         dtype, shape = common_dtype([input, *first.values(), *arrays.values()]), (*input.shape[:-1], H)
         if 0 in shape:  # an empty batch
             return {name: mx.zeros(shape, dtype) for name in states}
-        # Add h0 and c0, each [N, H]. itemgetter(None) adds a batch axis, as array[None] does.
+        # Add the first states as h0 and c0, each [N, H]. A state [H] without a batch gets a batch axis of size 1, as in
+        # state[None]: itemgetter(None) is a function that indexes with None.
         arrays |= {
             f"{name}0": state if batched else run_small(itemgetter(None), state) for name, state in first.items()
         }

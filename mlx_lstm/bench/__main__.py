@@ -257,8 +257,8 @@ def show_host(options: argparse.Namespace) -> int:
 
 
 def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
-    """Return the engines to measure at a size: the engines that the user requested, or the engine that the library
-    chooses. Raise ValueError if a requested engine cannot run."""
+    """Return the names of the engines to measure at a size. These are the engines of the option --engine or, without
+    this option, the one engine that the library chooses. Raise ValueError if a requested engine cannot run."""
     case = CASES[options.case]
     # traced=False: the timed calls are not inside a transformation such as `mx.compile`.
     where = {"sizes": size, "dtype": DTYPES[options.dtype], "device": options.device, "traced": False}

@@ -626,8 +626,8 @@ def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
     each stack, by the stack's name. layer.ways: for each direction the list of its arrays."""
     containers: Counter[str] = Counter()  # how many Sequentials have been written
     for layers in made.values():
-        # A single stack is the whole model. Several stacks are Sequentials inside the model, each with a group of its
-        # own.
+        # A single stack is written as the whole model. Each of several stacks is written as a Sequential inside the
+        # model, under a path of its own.
         before = "" if len(made) == 1 else f"layers/{numbered('sequential', containers)}/"
         counts: Counter[str] = Counter()  # how many layers of each class this stack has so far
         for layer in layers:

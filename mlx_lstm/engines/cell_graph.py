@@ -520,7 +520,8 @@ def next_on_all_paths(cell: CellGraph, order: list[int], n: int, excluded: set[i
     such node. order: the nodes from which the gradients are computed, in ascending order. excluded: nodes that must not
     be returned. Nodes with bool values (conditions) are not returned either, because saved numbers are floats."""
     leaves = set(cell.known_after())  # the new states, whose values are known without their operands
-    # last: {node: the last node that reads it}. The caller reads the gradients themselves after all nodes: infinity.
+    # last: {node: the last node that reads it}. For a gradient this is infinity, a number after all nodes, because the
+    # caller reads the gradients at the end.
     last: dict[int, float] = {k: m for m in order if m not in leaves for k in cell.nodes[m].args}
     last |= dict.fromkeys(cell.back, inf)
     # after: n and the nodes up to the current one that depend on n. reach: the last node that reads a node in `after`.

@@ -39,10 +39,10 @@ def replace_nth(text: str, old: str, new: str, nth: int = 0) -> str:
 
 
 def changed(name, category, kind, make, old, new, nth=0, where="source", **sizes) -> None:
-    """Add a bug to the table: a correct kernel of sample_kernels.py in which one part of the source is replaced. make,
-    sizes: the function that returns the kernel, and its arguments. old, new, nth: the text that is replaced, its
-    replacement, and which occurrence (see `replace_nth`). where: the text that is changed, "source" or "header". name,
-    category, kind: see `Bug`."""
+    """Add a bug to the table. The bug is made from a correct kernel of sample_kernels.py: one part of its text is
+    replaced. name, category, kind: see `Bug`. make(**sizes): returns the kernel. old, new: the text that is replaced,
+    and its replacement. nth: which occurrence of `old` (see `replace_nth`). where: the text that is changed, "source"
+    or "header"."""
 
     def build() -> Sample:
         sample = make(**sizes)
