@@ -1,5 +1,6 @@
 // The backward pass over all time steps in one launch, with the product divided among lanes. It computes dz, dh0 and
-// dc0 from the cotangents (the gradients that the caller gives) of h, c, gates, hT and cT.
+// dc0 from the cotangents (the gradients that the caller gives) of h, c, gates, hT and cT. fused.metal explains the
+// names.
 //
 //   dh_t = mask_next * (d_next Wh) + keep_next * (the part that does not go through the product) + dh[t]
 //   d_t, ... = cell_backward(dh_t, ...)
@@ -17,26 +18,11 @@
 // so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between
 // writing the gradient of r and the second product.
 //
-//   G, D, H      gates, directions, hidden units
-//   ROWS         the batch items of a threadgroup, counted by r
-//   LANES        how many lanes share a unit. Each has its own gate, and in items[r] a copy of the unit's dh, dc and
-//                states
-//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
-//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
-//   ROW          how many vectors of 4 floats the operand of one item has
-//   resident     the lane's first RESIDENT weight vectors, in registers
-//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step
-//   Unit = Lanes<Cell>   how lanes share a unit (fused_lanes.metal)
-//   Cell         the struct of a cell (cell.metal); C = CARRIED: its states besides h, 1 for an LSTM, else 0
-//   Item         the numbers that a unit keeps from step to step (fused.metal)
-//   StepNumbers  the numbers that a unit reads at one step (fused.metal)
-//   Sweep, Place what a launch processes; a unit's positions in arrays (fused.metal)
-//   norm, of_norm   the numbers that a lane needs for layer normalisation (fused_norm.metal); without it `absent`
-//   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
-//   live         whether the batch item has not ended at this step
+// Each of the LANES lanes of a unit has its own gate, and in items[r] a copy of the unit's dh, dc and states. C =
+// CARRIED is 1 for an LSTM, else 0. norm, of_norm: the numbers that a lane needs for layer normalisation
+// (fused_norm.metal); without it `absent`.
 
 // Compute the backward product for ROWS batch items: their gradients x, in threadgroup memory, times columns of Wh.
-// GROUP lanes compute the products of UNITS units together; LANES of them belong to each unit.
 //   sum[r]   the result for batch item r and the lane's unit; all lanes of the unit get it
 //   x        points to the first number that this lane multiplies
 //   FROM     the number of the lane's first weight vector for this product
@@ -79,11 +65,9 @@ void reset_back(
   }
 }
 
-// Read the numbers of step n for ROWS batch items: the lane's own gate y and its cotangent d (the gradient that the
-// caller gives for it), and into `numbers` states, other cotangents and factors. The positions items[r].at count from
-// the launch's first time index, but these inputs begin at time index 0. So `earlier` is added, the number of elements
-// of h before the launch's first time index; arrays of gates have GATES times as many. step: how many elements h has
-// per time index. unit: the lane's unit.
+// Read the numbers of step n for ROWS batch items: the lane's own gate y and its cotangent d, and into `numbers`
+// states, other cotangents and factors. `earlier` counts elements of h; arrays of gates have GATES times as many. step:
+// how many elements h has per time index.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_rows(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Cell, Index> (&items)[ROWS], Index earlier,
@@ -99,9 +83,8 @@ void read_rows(
 // Begin backward step n for ROWS batch items, from the numbers that this step has read. In items[r] replace the states
 // after the step by those before it, and set the mask. Set `past` to the whole gradient of h after the step: ds[0],
 // which comes from later steps, plus the cotangent numbers[r].ds[0]. after: on return the states after the step. dc: on
-// return the gradient of c from later steps, to which the cell's backward step adds the cotangent. In ds and states h
-// is number 0, and c of an LSTM number 1 (CARRIED); other cells do not use dc. step: how many elements h has per time
-// index. unit: the lane's unit.
+// return the gradient of c from later steps, to which the cell's backward step adds the cotangent; only an LSTM uses
+// dc. step: how many elements h has per time index.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void begin_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,
@@ -130,9 +113,7 @@ void pass_to_h_before(
 
 // Write dh0 and dc0 of a unit, the gradients of its states before the launch's first step, which are in items[r].ds.
 // All lanes of the unit have copies of ds: lane 0 writes dh0, the last lane dc0. first: the threadgroup's first batch
-// item. If fewer than ROWS items are left, the last one was computed several times and is written as often. In
-// place_in, 1, 0 stands for one block of H numbers per item, block number 0. Only an LSTM has dc0; `store` does nothing
-// if the array is absent.
+// item. In place_in, 1, 0 stands for one block of H numbers per item, block number 0. Only an LSTM has dc0.
 template <class Cell, int H, class S, int ROWS, class Index, class Arrays>
 void store_first(
     thread const Sweep& sweep, thread const Arrays& a, int first, int lane, int unit,
@@ -145,15 +126,12 @@ void store_first(
   }
 }
 
-// Run the backward pass. group: the threadgroup's index along the batch, and the direction. index: the thread's index
-// among the `threads` threads of the threadgroup. TWO: whether a step has two products; FIRST: how many runs of 4
-// numbers a lane multiplies in the first one, whose operand has H numbers. lane: the lane's index among those that
-// share its unit; s: its number among the GROUP lanes that share a product. real: whether the lane has a unit. If the
-// units fill whole simdgroups, every lane has one, and the compiler drops the comparison with H. has_gate: whether the
-// lane also has a gate (lane 3 of a GRU has none). row: the block of the operand that the lane writes, or -1. block:
-// the block of the arrays that it reads, that of its gate; lane 3 of a GRU reads that of the candidate. p: the lane's
-// constant, a peephole weight or bhn. limit: the limit of c. HALF, SIZE: how many vectors a half of the buffer has, and
-// the whole buffer. Besides dz, dh0 and dc0 the kernel writes two arrays, which may be absent:
+// Run the backward pass. TWO: whether a step has two products; FIRST: how many runs of 4 numbers a lane multiplies in
+// the first one, whose operand has H numbers. has_gate: whether the lane also has a gate (lane 3 of a GRU has none).
+// row: the block of the operand that the lane writes, or -1. block: the block of the arrays that it reads, that of its
+// gate; lane 3 of a GRU reads that of the candidate. p: the lane's constant, a peephole weight or bhn. limit: the limit
+// of c. SIZE: how many vectors the whole buffer of operands has. Besides dz, dh0 and dc0 the kernel writes two arrays,
+// which may be absent:
 //   d_out  [., B, D G H]       d, if it differs from dz
 //   carry  [., B, D H] float   for an LSTM the gradient of keep * c; for the other cells the part of the gradient of
 //                              keep * h that does not go through the product
@@ -180,7 +158,7 @@ void fused_backward(
       vectors_of_lane<UNITS * (RUNS + (TWO ? FIRST : 0)), vec<S, 4>>(a.arranged, sweep.direction, index, threads);
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
-  fill_with_zeros(vectors, SIZE + norm_size<Cell, H, ROWS>(norm), index, threads);
+  fill_with_zeros(vectors, SIZE + norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0, limit = value_at(a.numbers, 1, 0.0f);
   Item<Cell, Index> items[ROWS];
 #pragma clang loop unroll(full)

@@ -20,14 +20,14 @@
 //   operand_block(lane)   the block that a lane writes in the backward product's operand, or -1
 //   slot_block(n, lane)   the block of Wh of the weights in slot n of the lane's own unit
 //   constant_of       reads a lane's constant (its peephole weight, or bhn), once per launch
-//   sum_of_unit       sums over the lanes of a unit
+//   sum_of_unit<WANTED>   sums over the lanes of a unit, for the gates whose bit is set in WANTED
 //   forward, backward one step; each lane computes its own gate
-//
-// Cell: the struct of a cell, OPTIONS: its options as one integer; activation_of(OPTIONS, n): the activation of gate n,
-// such as TANH; activate, slope: activations and derivatives (cell.metal). ROWS: the batch items of a threadgroup.
-// Arrays, Item, StepNumbers, Index: fused.metal. H: the units. S: the dtype of the arrays. Absent: the type of what a
-// call does not have (arrays.metal).
+// fused.metal explains the other names.
 template <class Cell> struct Lanes;
+
+// The number of registers that a lane needs if LANES lanes divide COUNT values of a unit among themselves; at least 1.
+template <int COUNT, int LANES>
+constant constexpr int REGISTERS_OF = SIZE_FOR<(COUNT + LANES - 1) / LANES>;
 
 // How many runs (4 neighbouring numbers) each lane has, if GROUP lanes divide LENGTH numbers among themselves. The
 // division is rounded up: zeros fill the last runs.
@@ -147,41 +147,28 @@ float sum_over_lanes(float value) {
 
 // --- Layer normalisation ---
 //
-// The kernels call the functions below for every cell. These are the overloads for a cell without a norm; they do
-// nothing. Such a cell has `absent`, of type Absent, in place of the array norm_eps and of everything that is computed
-// from it, and this type selects them. fused_norm.metal has the overloads for cells with a norm. It names the
-// parameters that have no name here.
+// The kernels call the functions below for every cell. These are the overloads for a cell without a norm; all but
+// unit_backward and write_operand do nothing. Such a cell has `absent`, of type Absent, in place of the array norm_eps
+// and of everything that is computed from it, and this type selects them. fused_norm.metal has the overloads for cells
+// with a norm, which say what the functions do and name the parameters.
 
-// Overload for a cell without layer normalisation, which has `absent` in place of the array norm_eps: return `absent`
-// in place of a NormLane, the numbers that a lane needs for its norms. fused_norm.metal has the overload for cells with
-// a norm, which names the parameters.
 template <class Cell, int H, class Arrays>
 Absent norm_of_lane(Absent, thread const Arrays&, int, int, int, bool, uint, threadgroup float4*) { return absent; }
 
-// Overloads for a cell without layer normalisation. norm_size: a norm would need threadgroup memory; return the size 0.
-// norm_numbers: the backward step of a norm would read numbers; return `absent` in their place.
 template <class Cell, int H, int ROWS> int norm_size(Absent) { return 0; }
 template <int ROWS> Absent norm_numbers(Absent) { return absent; }
 
-// Overload for a cell without layer normalisation: leave the sums of the product unchanged. fused_norm.metal has the
-// overload for cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS, int SLOTS>
 void normalise(Absent, int, thread float (&)[ROWS], thread float (&)[ROWS][SLOTS]) {}
 
-// Overload for a cell without layer normalisation: leave the states unchanged. fused_norm.metal has the overload for
-// cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS>
 void normalise_states(
     Absent, bool, thread const float (&)[ROWS], float, thread float (&)[ROWS], thread float (&)[ROWS],
     thread float (&)[ROWS]) {}
 
-// Overload for a cell without layer normalisation: read nothing. fused_norm.metal has the overload for cells with a
-// norm, which names the parameters.
 template <class Cell, int ROWS, class Index, class Arrays>
 void read_norm(thread const Arrays&, thread const Item<Cell, Index> (&)[ROWS], Index, int, Absent) {}
 
-// Overload for a cell without layer normalisation: leave the gradient of c unchanged. fused_norm.metal has the overload
-// for cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     Absent, Absent, thread const Arrays&, int, float, thread const Item<Cell, Index> (&)[ROWS],
@@ -208,8 +195,7 @@ void unit_backward(
 // products, products_backward writes the operand instead.)
 template <class Cell> void write_operand(Absent, threadgroup float& operand, float value) { operand = value; }
 
-// Overload for a cell without layer normalisation: do nothing, because write_operand has already written the gradients
-// of the products. fused_norm.metal has the overload for cells with a norm, which names the parameters.
+// (write_operand has already written the gradients of the products.)
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void products_backward(
     Absent, Absent, thread const Arrays&, int, int, int, thread const Item<Cell, Index> (&)[ROWS],

@@ -50,8 +50,7 @@ struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   };
 };
 
-// Load the first RESIDENT vectors of a lane into registers; this is the overload for quantized weights. The vectors of
-// a lane lie 32 vectors apart, because the vectors of the 32 lanes of a simdgroup lie side by side.
+// Load the first RESIDENT vectors of a lane into registers; this is the overload for quantized weights.
 template <int RESIDENT, int FIELD, int SIZE, bool BIASED, int COUNT>
 void load_resident(
     const device PackedVector<FIELD, SIZE, BIASED>* streamed,
@@ -60,9 +59,8 @@ void load_resident(
   for (int n = 0; n < RESIDENT; ++n) resident[n].words = streamed[32 * n].words;
 }
 
-// The position of a lane that reads its words in order. The words lie in vectors of 4. resident: the lane's first
-// vectors, in registers. streamed: all its vectors, in memory. words: the vector that was read last. vector: the index
-// of this vector.
+// The position of a lane that reads its words in order. words: the vector of 4 words that was read last. vector: the
+// index of this vector.
 template <class V>
 struct Words {
   thread const V* resident;

@@ -9,23 +9,13 @@
 // Simdgroup s computes the columns s, s + 8, ... for all items. Its lanes divide the K terms of a sum: each multiplies
 // four neighbouring terms at a time, lane l the terms 4 l, 128 + 4 l, ... At the end the lanes' sums are added up.
 //
-//   x            the operand, one row of K numbers per batch item
-//   row          a position in x, of type X::Row. find_row(x, b, segment, row) lets `row` point to one of the SEGMENTS
-//                equal parts of item b's numbers; operands_at<N>(row, k, values) reads N numbers from number k on;
-//                move(row, n) goes n numbers further. Only a GRU's backward step has several segments: it multiplies
-//                one of them by a gate
-//   weights      [., K]: H rows per gate, one row for each column of the result
-//   Gates        Gates::block(gate) is the position of a gate's H rows in `weights`, in blocks of H
-//   B, H, K      the number of batch items, of units, of terms per sum
-//   block        a threadgroup's part of the result: its first item b0 and unit j0, the thread's simdgroup and lane,
-//                and `sums`, threadgroup memory for the result
-//   ROWS, COLUMNS   how many items and columns a threadgroup computes
+// stepwise.metal explains the operand x, its row type and the functions that read it. Only a GRU's backward step has
+// several SEGMENTS: it multiplies one of them by a gate. `weights` has H rows of K numbers per gate; Gates::block(gate)
+// is the position of a gate's rows, in blocks of H.
 //   OWN          how many columns a simdgroup computes, COLUMNS / 8
 //   rows         this lane's pointers into x, one per item
 //   columns      this lane's pointers into the weights, one for each column that its simdgroup computes
 //   partial      [OWN][ROWS]: this lane's share of each sum
-//   Index, W     the integer type that counts elements of arrays; the type of a pointer to weights
-//
 // Batch items and units past the end are computed from the numbers of the last ones (min), and their results are not
 // used.
 
@@ -65,8 +55,7 @@ void add_products(
   for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
 }
 
-// The 256 threads of a threadgroup compute the recurrent products of HEIGHT batch items for WIDTH columns. A column is
-// one unit of one gate, and its products use one row of the weights.
+// The 256 threads of a threadgroup compute the recurrent products of HEIGHT batch items for WIDTH columns.
 template <int HEIGHT, int WIDTH>
 struct ByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };

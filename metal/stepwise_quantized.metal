@@ -1,6 +1,6 @@
-// The recurrent product of one forward time step with quantized weights, whose format quantized.metal describes. The
-// result `sums` in threadgroup memory has a row per batch item and a column per unit and gate; each number is a sum of
-// K terms x w. stepwise_lanes.metal has the formula, and describes x, Gates, FIRST, UNITS, block, B, H and K.
+// The recurrent product of one forward time step with quantized weights. quantized.metal describes their format and the
+// functions that read it. The result `sums` in threadgroup memory has a row per batch item and a column per unit and
+// gate; stepwise_lanes.metal has the formula, stepwise.metal explains the operand x.
 //
 // For few batch items there is the struct QuantizedByLanes: a team of eight lanes computes a whole column, which needs
 // one row of weights. A threadgroup of 64 threads has eight teams; team m computes the columns m, m + 8, ... A lane
@@ -9,25 +9,13 @@
 // ByTiles (stepwise_tiles.metal), which multiplies 8 x 8 matrices; a lane dequantizes its weights in registers just
 // before. This file defines the struct LaneColumns of ByTiles for quantized weights.
 //
-//   BITS         the bits of a weight
-//   GROUP        how many neighbouring weights of a row share a scale: a quantization group
-//   Packed       the struct of a quantized matrix: 32-bit words with the bits of the weights, scales, and biases, whose
-//                type B is Absent if there are none. A, T: the types of scales and of biases
-//   number_at<BITS>(words, e, biases)   the number that the product uses in place of q of weight e
-//   value_of, scale_of   return the result of number_at as q; read a scale
-//   of_group     applies scale and bias to the sum over a group
-//   ROWS         the batch items of a threadgroup
 //   OWN          how many columns (rows of weights) a team has
 //   COUNT        TAKEN<BITS, GROUP, ROWS>
-//   rows         a lane's pointers into x, one per batch item, of type R. operands_at<N>(row, k, values) reads N
-//                numbers from number k on; move(row, n) goes n numbers further
+//   rows         a lane's pointers into x, one per batch item, of type R
 //   place        a lane's number in its team; in the product in tiles its row in an 8 x 8 matrix
-//   turn         TURN = 128 terms of each sum, which the product in tiles adds up at once, with 16 pairs of 8 x 8
-//                matrices
-//   quad         four successive pairs of these matrices. A lane has 16 neighbouring weights per turn and column:
-//                number 4 n + m is for matrix m of quad n
-//   Index        the integer type that counts elements of arrays
-//   Absent       the type of an array that the call does not have
+//   A, B or T    the types of the arrays of scales and of biases; Absent if there are no biases
+// In the product in tiles a lane has 16 neighbouring weights per turn and column: number 4 n + m is for matrix m of
+// quad n.
 
 // Return the matrix of quantized weights that begins at row number `row` of `weights`. K: how many weights a row has;
 // they fill K BITS / 32 words. from(biases, n) is a pointer to bias n, or `absent` without biases.
@@ -121,8 +109,7 @@ void multiply(
 }
 
 // The 64 threads of a threadgroup, which are 8 teams of 8 lanes, compute the recurrent products of HEIGHT batch items
-// for WIDTH columns, with quantized weights. A column is one unit of one gate, and its products use one row of the
-// weights.
+// for WIDTH columns, with quantized weights.
 template <int HEIGHT, int WIDTH>
 struct QuantizedByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 64 };
@@ -193,10 +180,8 @@ struct QuantizedByLanes {
 //   leader   the number of the lane that has the first weights of the same quantization group; only this lane reads
 //            the scale and bias
 //   words     the bits of the 16 weights of each column       factors   scale and bias of each column
-// WORDS: how many 32-bit words hold 16 weights. Every LaneColumns has SPAN (the distance in memory between neighbouring
-// columns of x), QUADS (how many quads, of four matrix pairs each, a simdgroup multiplies per turn) and STEP (the
-// distance between quads). The last template argument is the number of simdgroups (slices) that divide a turn. It is 1
-// here, because several simdgroups would read the same words.
+// WORDS: how many 32-bit words hold 16 weights. stepwise_tiles.metal explains SPAN, QUADS and STEP. The last template
+// argument is the number of slices. It is 1 here, because several simdgroups would read the same words.
 template <int BITS, int GROUP, class A, class B>
 struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   enum { SPAN = 16, QUADS = 4, STEP = 4, WORDS = (BITS + 1) / 2 };
@@ -208,8 +193,7 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
 
 // Set this lane's column e (0 or 1) to row number `row` of the weights, which have K numbers per row. first: the number
 // within the row at which the product begins. place: the lane's row in an 8 x 8 matrix; its weights begin at number
-// first + 16 place. The last parameter is not used: with other weights it is the number of a slice, one of several
-// simdgroups that share the terms.
+// first + 16 place.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,

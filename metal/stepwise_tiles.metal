@@ -1,7 +1,5 @@
-// Compute the recurrent product of one time step for many batch items, as a sum of products of 8 x 8 matrices:
-//
-//   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k],   k = 0 ... K - 1
-//   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
+// Compute the recurrent product of one time step for many batch items, as a sum of products of 8 x 8 matrices.
+// stepwise_lanes.metal has the formula of `sums`, stepwise.metal explains the operand x and the functions that read it.
 //
 // A threadgroup computes ROWS batch items from b0 on and COLUMNS columns: UNITS units from j0 on, for each gate from
 // FIRST on. Simdgroup s (32 lanes) computes the columns 8 s ... 8 s + 7. The K terms of a sum are added in turns of
@@ -15,20 +13,10 @@
 //   quad         four of the 16 pairs of 8 x 8 matrices (x, weights) of a turn. Terms may be added in any order, so
 //                they are assigned in such a way that each lane has neighbouring numbers in memory: column c of x and
 //                row c of the weights in pair m are number SPAN c + m of the quad
-//   QUADS, STEP  how many quads a simdgroup multiplies per turn; how many numbers apart they begin
 //   SPAN         4; for quantized weights 16 (stepwise_quantized.metal)
-//   PITCH        the distance between the tile's rows, in floats
-//   x            the operand, a row of numbers per batch item
-//   row          a position in x, of type R. find_row(x, b, segment, row) lets `row` point to item b's numbers in one
-//                of SEGMENTS parts; operands_at<N>(row, k, values) reads N numbers from number k on; move(row, n) goes
-//                n numbers further
-//   LaneColumns  the weights of one lane, of two columns, which are two rows of the weight matrix
+//   QUADS, STEP  how many quads a simdgroup multiplies per turn; how many numbers apart they begin
 //   w            [column][m]: a lane's two weights in pair m of a quad
 //   total        a simdgroup's sums, ROWS / 8 matrices
-//   S, W, Index  the dtype of the arrays; a pointer to weights; the integer type that counts elements
-//   block        a threadgroup's part of the result: its first item b0 and unit j0, the thread's simdgroup and lane,
-//                and `sums`, which shares the memory of the tile
-//
 // Batch items and units past the end are computed from the numbers of the last ones, and their results are not used.
 // Terms past K are zeros.
 
@@ -40,8 +28,6 @@ constant constexpr int TURN = 128, PITCH = TURN + 4;
 // specialization is for weights that are not quantized.
 //   columns       pointers to the lane's weights of the next turn, one per column
 //   numbers       its weights of the current turn: QUADS vectors of 4 neighbouring weights per column
-//   SPAN          the distance in memory between neighbouring columns of x
-//   QUADS, STEP   how many quads (of four matrix pairs) a simdgroup multiplies per turn; the distance between them
 // Eight lanes read 32 neighbouring weights of a row, one quad. The SLICES simdgroups that share a turn take quads
 // in rotation, so the quads of one simdgroup are 32 * SLICES numbers apart.
 template <class W, int SLICES> struct LaneColumns {};
@@ -53,9 +39,8 @@ template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
 
 // Set the pointer of this lane's column e (0 or 1) to its first weights in row number `row` of the weight matrix, which
 // has K numbers per row. first: the number within the row at which the product begins. place: the lane's row in an 8 x
-// 8 matrix, which decides on which 4 of 32 numbers the lane has. slice: the number of this simdgroup among the SLICES
-// simdgroups that share a turn of 128 terms. The parameter without a name is the lane's number, which only quantized
-// weights need.
+// 8 matrix, which decides which 4 of 32 numbers the lane has. slice: the number of this simdgroup among the SLICES
+// simdgroups that share a turn. The parameter without a name is the lane's number, which only quantized weights need.
 template <int SLICES, class S>
 void find_column(
     thread LaneColumns<const device S*, SLICES>& own, const device S* weights, int e, Index row, int K, int first,
@@ -191,10 +176,8 @@ void multiply_rest(
   }
 }
 
-// The threads of a threadgroup compute the recurrent products of HEIGHT batch items for WIDTH columns. A column is one
-// unit of one gate, and its products use one row of the weights. A simdgroup of 32 threads computes eight columns. With
-// SLICES > 1 that many simdgroups share eight columns: each adds up a part of the terms, a slice. So there are 4
-// threads for each column and slice.
+// The threads of a threadgroup compute the recurrent products of HEIGHT batch items for WIDTH columns. A simdgroup of
+// 32 threads computes eight columns of one slice. So there are 4 threads for each column and slice.
 template <int HEIGHT, int WIDTH, int SLICES>
 struct ByTiles {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 4 * WIDTH * SLICES };

@@ -63,7 +63,6 @@ USERS = {
     "fused_norm": ({"fused": []}, ()),
     "stepwise_norm": ({"stepwise": []}, ()),
     "fused_norm_own": ({"fused": []}, ()),
-    "stepwise_norm_own": ({"stepwise": []}, ()),
     "pointwise": ({"fused": []}, ()),  # `trials` makes separate cases for cells given as a function
     "pointwise_forward": ({"fused": []}, ()),
     "pointwise_backward": ({"fused": []}, ()),
@@ -307,11 +306,11 @@ def trials(file, kind):
             op = "rnn" if sizes[3] in (80, 512) else "lstm"
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
-    if file.endswith("norm_own"):
+    if file in ("fused_norm_own", "stepwise_norm"):
         for path in PATHS.values():
             if "norm" in path.options and path.engine == next(iter(users)):
                 yield "path", path, OwnJudge(case_of(path)), None, None
-    elif "norm" in file:
+    if "norm" in file and file != "fused_norm_own":
         for engine in users if file != "norm" else NORMS:
             for name, sizes, options in NORMS[engine]:
                 yield "norm", engine, NORMED[name], sizes, options
