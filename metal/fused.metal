@@ -146,15 +146,13 @@ Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block 
 // array with one value per unit.
 template <int COUNT, int H, class Index, class A, int SIZE>
 void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int first) {
-#pragma clang loop unroll(full)
-  for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
+  UNROLL for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
 }
 
 // Store the COUNT values that an array has for one unit, where load_all loads them: values[k] becomes value k.
 template <int COUNT, int H, class Index, class A>
 void store_all(A array, Index at, int unit, thread const float* values) {
-#pragma clang loop unroll(full)
-  for (int k = 0; k < COUNT; ++k) store(array, place_of<COUNT, H>(at, k, unit), values[k]);
+  UNROLL for (int k = 0; k < COUNT; ++k) store(array, place_of<COUNT, H>(at, k, unit), values[k]);
 }
 
 // Return whether a batch item has not yet ended at time index t. length: the item's number of steps. If the call does
@@ -174,8 +172,7 @@ const device V* vectors_of_lane(W arranged, int direction, uint index, uint thre
 // vectors in memory, 32 vectors apart.
 template <int RESIDENT, class V, int SIZE>
 void load_resident(const device V* streamed, thread V (&resident)[SIZE]) {
-#pragma clang loop unroll(full)
-  for (int n = 0; n < RESIDENT; ++n) resident[n] = streamed[32 * n];
+  UNROLL for (int n = 0; n < RESIDENT; ++n) resident[n] = streamed[32 * n];
 }
 
 // Return 0 (B is never negative) in a way that the compiler cannot predict. The kernels add this 0 to the weight
@@ -259,8 +256,7 @@ void begin_item(
   first_place<true>(sweep, own, Cell::GATES, block, H, own_unit, item.at);
   item.length = b < sweep.B ? value_at(a.lengths, b, sweep.T) : 0;
   load_states<Cell, H>(a.dhT, a.dcT, place, own_unit, item.ds);
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= Cell::CARRIED; ++k) item.ds[k] = real ? item.ds[k] : 0.0f;
+  UNROLL for (int k = 0; k <= Cell::CARRIED; ++k) item.ds[k] = real ? item.ds[k] : 0.0f;
   load_states<Cell, H>(a.h, a.c, item.at.state + earlier, own_unit, item.states);
 }
 
@@ -293,8 +289,7 @@ void use_states(
     thread const float (&states)[Cell::CARRIED + 1], thread Item<Cell, Index>& item,
     thread float (&after)[Cell::CARRIED + 1]) {
   const int t = time_of(sweep, n);
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= Cell::CARRIED; ++k) {
+  UNROLL for (int k = 0; k <= Cell::CARRIED; ++k) {
     after[k] = USES_BEFORE<Cell> ? item.states[k] : states[k];
     item.states[k] = n == 0 ? 0.0f : states[k];
   }

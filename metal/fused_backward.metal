@@ -34,8 +34,7 @@ void products_of_columns(
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
   float sums[ROWS][UNITS] = {};
   add_product<ROWS, UNITS, RUNS, GROUP, FROM, 1, 1, RESIDENT, GROUP * RUNS>(sums, resident, streamed, x);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     sum_over_units<UNITS, 1, 1, LANES>(sums[r]);
     sum[r] = sum_over_lanes<LANES>(sums[r][0]);
   }
@@ -54,8 +53,7 @@ void reset_back(
     thread const Arrays& a, threadgroup float4* vectors) {
   constexpr int LANES = Lanes<Cell>::LANES;
   const int row = Lanes<Cell>::operand_block(lane), rank = row > Lanes<Cell>::operand_block(LANES - 1) ? row - 1 : row;
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const float reset = of_lane<LANES>(items[r].y, 0), d_rh = sum[r] * items[r].mask;
     if (lane == 0) items[r].d = Cell::reset_backward(reset, items[r].d + d_rh * items[r].states[0]);
     items[r].past += d_rh * reset;
@@ -72,8 +70,7 @@ template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_rows(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Cell, Index> (&items)[ROWS], Index earlier,
     Index step, int unit, thread StepNumbers<Cell> (&numbers)[ROWS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     items[r].y = value_at(a.gates, items[r].at.gate + Index(Cell::GATES) * earlier, 0.0f);
     items[r].d = value_at(a.dgates, items[r].at.gate + Index(Cell::GATES) * earlier, 0.0f);
     read_step<Cell, H>(sweep, a, n, items[r].at, earlier, step, unit, numbers[r]);
@@ -90,8 +87,7 @@ void begin_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,
     thread const StepNumbers<Cell> (&numbers)[ROWS], thread Item<Cell, Index> (&items)[ROWS],
     thread float (&after)[ROWS][Cell::CARRIED + 1], thread float (&dc)[ROWS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     use_states<Cell, H>(sweep, a, n, step, unit, numbers[r].states, items[r], after[r]);
     dc[r] = items[r].ds[Cell::CARRIED];
     items[r].past = items[r].ds[0] + numbers[r].ds[0];
@@ -104,8 +100,7 @@ void begin_step(
 template <class Cell, int ROWS, class Index, class Arrays>
 void pass_to_h_before(
     thread const Arrays& a, int t, thread const float (&sum)[ROWS], thread Item<Cell, Index> (&items)[ROWS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const float dh = sum[r] * items[r].mask + items[r].past;
     items[r].ds[0] = is_live(a.lengths, t, items[r].length) ? dh : items[r].ds[0];
   }
@@ -118,8 +113,7 @@ template <class Cell, int H, class S, int ROWS, class Index, class Arrays>
 void store_first(
     thread const Sweep& sweep, thread const Arrays& a, int first, int lane, int unit,
     thread const Item<Cell, Index> (&items)[ROWS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const long item = place_in(sweep, min(first + r, sweep.B - 1), 1, 0, H, unit);
     if (lane == 0) a.dh0[item] = S(items[r].ds[0]);
     if (lane == Lanes<Cell>::LANES - 1) store(a.dc0, item, items[r].ds[Cell::CARRIED]);
@@ -161,8 +155,7 @@ void fused_backward(
   fill_with_zeros(vectors, SIZE + norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0, limit = value_at(a.numbers, 1, 0.0f);
   Item<Cell, Index> items[ROWS];
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r)
+  UNROLL for (int r = 0; r < ROWS; ++r)
     begin_item<Cell, H>(sweep, a, min(int(group.x) * ROWS + r, sweep.B - 1), block, unit, real, earlier, items[r]);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros that all threads write from the first d
   StepNumbers<Cell> numbers[ROWS];
@@ -176,8 +169,7 @@ void fused_backward(
     float sum[ROWS], after[ROWS][C + 1], dc[ROWS];
     begin_step<Cell, H>(sweep, a, n, step, read, numbers, items, after, dc);
     states_backward<Cell, H>(norm, of_norm, a, t, p, items, numbers, after, dc);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, items[r].length);
       const float factor = numbers[r].keep;
       unit_backward<Cell>(of_norm, r, lane, p, limit, after[r][C], numbers[r], items[r], dc[r]);
@@ -203,8 +195,7 @@ void fused_backward(
     const int ahead = max(n - 1, sweep.start);
     Place<Index> distance;
     distance_to_next(ahead != n, next, distance);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) advance(items[r].at, distance);
+    UNROLL for (int r = 0; r < ROWS; ++r) advance(items[r].at, distance);
     read_rows<Cell, H>(sweep, a, ahead, items, earlier, step, read, numbers);  // the last step reads its own again
     read_norm<Cell>(a, items, earlier, block, of_norm);
     constexpr int FROM = TWO ? FIRST * UNITS : 0;

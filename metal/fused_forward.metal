@@ -23,8 +23,7 @@ void add_products(
     threadgroup const float4* x, int lane) {
   constexpr int GATES = Cell::GATES, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
   add_product<ROWS, UNITS * GATES, RUNS, GROUP, 0, GATES, WANTED, RESIDENT, GROUP * RUNS>(sums, resident, streamed, x);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     sum_over_units<UNITS, GATES, WANTED, LANES>(sums[r]);
     Lanes<Cell>::template sum_of_unit<WANTED>(sums[r], lane);
   }
@@ -43,8 +42,7 @@ void read_ahead(
     thread float (&factor)[ROWS]) {
   Place<Index> distance;
   distance_to_next(has_next, next, distance);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     y[r] = z[r];
     z[r] = float(a.z[at[r].gate + distance.gate + earlier]);
     mask[r] = value_at(a.mask, at[r].mask + distance.mask, 1.0f);
@@ -60,8 +58,7 @@ template <class Cell, int ROW, int ROWS, int SLOTS>
 void write_reset(
     thread const float (&y)[ROWS], thread const float (&sums)[ROWS][SLOTS], bool writes, int own,
     threadgroup float4* h, threadgroup float4* operand) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const float reset = simd_shuffle_xor(Cell::reset(y[r] + sums[r][0]), 2);  // lane 2, which writes, gets r of lane 0
     if (writes) number_at(operand, r * ROW, own) = reset * number_at(h, r * ROW, own);
   }
@@ -74,8 +71,7 @@ template <class S, int ROWS, class Arrays>
 void store_last(
     thread const Sweep& sweep, thread const Arrays& a, int first, int H, int unit, thread const float (&h)[ROWS],
     thread const float (&c)[ROWS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const long item = place_in(sweep, min(first + r, sweep.B - 1), 1, 0, H, unit);
     a.hT[item] = S(h[r]);
     store(a.cT, item, c[r]);
@@ -124,8 +120,7 @@ void fused_forward(
   float h_now[ROWS], c_now[ROWS], z[ROWS];
   int length[ROWS];
   Place<Index> at[ROWS];
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
     const long item = place_in(sweep, b, 1, 0, H, unit);
     // A lane without a gate or unit reads those of block 0 or unit 0, so that no read leaves the arrays.
@@ -150,8 +145,7 @@ void fused_forward(
       add_products<Cell, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, resident, streamed, vectors + HALF + s, lane);
     }
     normalise<Cell, H>(norm, lane, y, sums);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       // given: the gate's preactivation, because normalise_states may have to compute gate o again. states: on entry of
       // Unit::forward c times keep, on return the new c.
       given[r] = y[r] + sums[r][0];
@@ -159,8 +153,7 @@ void fused_forward(
       m[r] = Unit::forward(lane, p, forget_bias, limit, factor[r] * h_now[r], sums[r], states[r], y[r]);
     }
     normalise_states<Cell, H>(norm, writes, given, p, states, y, m);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, time_of(sweep, n), length[r]);
       const S output = S(m[r]);
       // Past an item's end the state stays and outputs are 0. Values are selected, not multiplied, as they may be NaN.

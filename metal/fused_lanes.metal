@@ -64,8 +64,7 @@ constant constexpr bool SQUASHES = SQUASHED<OPTIONS, 0> && (GATES < 2 || SQUASHE
 template <int OPTIONS, int GATES>
 bool is_tanh(int gate) {
   bool found = false;
-#pragma clang loop unroll(full)
-  for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);
+  UNROLL for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);
   return found;
 }
 
@@ -100,20 +99,16 @@ template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTE
 void add_product(
     thread float (&sums)[ROWS][SLOTS], thread const V* resident, const device V* streamed,
     threadgroup const float4* x) {
-#pragma clang loop unroll(full)
-  for (int run = 0; run < RUNS; ++run) {
+  UNROLL for (int run = 0; run < RUNS; ++run) {
     float4 operands[ROWS];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) operands[r] = x[r * STRIDE + GROUP * run];
-#pragma clang loop unroll(full)
-    for (int v = 0; v < SLOTS; ++v) {
+    UNROLL for (int r = 0; r < ROWS; ++r) operands[r] = x[r * STRIDE + GROUP * run];
+    UNROLL for (int v = 0; v < SLOTS; ++v) {
       if (!((WANTED >> (v % PER)) & 1)) continue;
       const int n = FROM + run * SLOTS + v;
       float4 weights;
       if (n < RESIDENT) weights = float4(resident[n]);
       else weights = float4(streamed[32 * n]);
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
+      UNROLL for (int r = 0; r < ROWS; ++r) {
         sums[r][v] += weights[0] * operands[r][0];
         sums[r][v] += weights[1] * operands[r][1];
         sums[r][v] += weights[2] * operands[r][2];
@@ -130,18 +125,15 @@ void add_product(
 // sum_of_unit adds these up later. WANTED: one bit per gate; sums of other gates are skipped.
 template <int UNITS, int PER, int WANTED, int N>
 void sum_over_units(thread float (&values)[UNITS * PER]) {
-#pragma clang loop unroll(full)
-  for (int units = UNITS / 2; units >= 1; units /= 2)
-#pragma clang loop unroll(full)
-    for (int n = 0; n < units * PER; ++n)
+  UNROLL for (int units = UNITS / 2; units >= 1; units /= 2)
+    UNROLL for (int n = 0; n < units * PER; ++n)
       if ((WANTED >> (n % PER)) & 1) values[n] += simd_shuffle_xor(values[n + units * PER], ushort(units * N));
 }
 
 // Return the sum of `value` over the N lanes that share a unit. All N lanes get the sum. N is a power of two.
 template <int N>
 float sum_over_lanes(float value) {
-#pragma clang loop unroll(full)
-  for (int distance = N / 2; distance >= 1; distance /= 2) value += simd_shuffle_xor(value, ushort(distance));
+  UNROLL for (int distance = N / 2; distance >= 1; distance /= 2) value += simd_shuffle_xor(value, ushort(distance));
   return value;
 }
 

@@ -43,12 +43,10 @@ void product_of_matrices(
     threadgroup const float* vectors) {
   constexpr int PARTS = PARTS_OF<LENGTH>;
   simdgroup_float8x8 left, right[2];
-#pragma clang loop unroll(full)
-  for (int part = 0; part < PARTS; part += 2) {
+  UNROLL for (int part = 0; part < PARTS; part += 2) {
     simdgroup_load(right[0], vectors + 64 * part, 8);
     if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);
-#pragma clang loop unroll(full)
-    for (int m = 0; m < TILES; ++m) {
+    UNROLL for (int m = 0; m < TILES; ++m) {
       const int n = part / 2 * TILES + m, first = m * CHAINS + part % CHAINS, second = m * CHAINS + (part + 1) % CHAINS;
       float4 weights;
       if (n < RESIDENT) weights = float4(resident[n]);
@@ -83,10 +81,8 @@ void read_inputs(
     thread const Arrays& a, thread const Place<Index> (&at)[2], thread const Place<Index>& distance, Index earlier,
     int unit, thread float (&y)[2][VALUES<Cell>], thread float (&u)[2][SIZE_FOR<Cell::INPUTS>],
     thread float (&mask)[2], thread float (&factor)[2]) {
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
-#pragma clang loop unroll(full)
-    for (int m = 0; m < Cell::GATES; ++m)
+  UNROLL for (int e = 0; e < 2; ++e) {
+    UNROLL for (int m = 0; m < Cell::GATES; ++m)
       y[e][m] = float(a.z[at[e].gate + Index(Cell::GATES) * earlier + Cell::block(m) * H]);
     load_all<Cell::INPUTS, H>(a.inputs, at[e].state + earlier, unit, u[e], 0);
     mask[e] = value_at(a.mask, at[e].mask + distance.mask, 1.0f);
@@ -124,8 +120,7 @@ void fused_matrix_forward(
   bool real[2];
   Place<Index> at[2];
   Cell::template constants<long>(a, sweep.direction, H, read, p);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     real[e] = b0 + e < sweep.B && unit < H;
     first_place<false>(sweep, min(b0 + e, sweep.B - 1), GATES, 0, H, read, at[e]);
@@ -141,35 +136,29 @@ void fused_matrix_forward(
     Place<Index> distance;
     distance_to_next(n < sweep.stop - 1, next, distance);
     if (AHEAD) read_inputs<Cell, H>(a, at, distance, earlier, read, y, u, mask, factor);
-#pragma clang loop unroll(full)
-    for (int m = 0; m < GATES; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    UNROLL for (int m = 0; m < GATES; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     product_of_matrices<GATES, 1, RESIDENT, H>(total, resident, streamed, vectors + (n & 1) * HALF);
     if (!AHEAD) read_inputs<Cell, H>(a, at, distance, earlier, read, y, u, mask, factor);
-#pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e) {
+    UNROLL for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(a.lengths, time_of(sweep, n), length[e]);
       float sums[GATES], next_states[C + 1];
-#pragma clang loop unroll(full)
-      for (int m = 0; m < GATES; ++m) sums[m] = total[m].thread_elements()[e];
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) next_states[k] = factor[e] * states[e][k];
+      UNROLL for (int m = 0; m < GATES; ++m) sums[m] = total[m].thread_elements()[e];
+      UNROLL for (int k = 0; k <= C; ++k) next_states[k] = factor[e] * states[e][k];
       Cell::forward(p, u[e], sums, next_states, y[e]);
       const S result = S(next_states[0]);
       next_states[0] = float(result);
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) {
+      UNROLL for (int k = 0; k <= C; ++k) {
         states[e][k] = live ? next_states[k] : states[e][k];
         next_states[k] = live ? next_states[k] : 0.0f;
       }
-#pragma clang loop unroll(full)
-      for (int m = 0; m < KEPT; ++m) store(a.gates, block_place<Cell, KEPT, H>(at[e], m, unit), live ? y[e][m] : 0.0f);
+      UNROLL for (int m = 0; m < KEPT; ++m)
+        store(a.gates, block_place<Cell, KEPT, H>(at[e], m, unit), live ? y[e][m] : 0.0f);
       store_all<C, H>(a.c, at[e].state, unit, next_states + 1);
       a.h[at[e].state] = live ? result : S(0.0f);
       vectors[(~n & 1) * HALF + 8 * unit + column + e] = states[e][0] * mask[e];
     }
-#pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e) advance(at[e], next);
+    UNROLL for (int e = 0; e < 2; ++e) advance(at[e], next);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of the new h from the next step's product
     streamed += opaque_zero(sweep);
   }
@@ -189,14 +178,11 @@ template <int RESIDENT, int LENGTH, class V>
 void product_of_columns(
     thread float (&sum)[2], thread const V* resident, const device V* streamed, threadgroup const float* vectors) {
   simdgroup_float8x8 total[4];
-#pragma clang loop unroll(full)
-  for (int m = 0; m < 4; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  UNROLL for (int m = 0; m < 4; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   product_of_matrices<1, 4, RESIDENT, LENGTH>(total, resident, streamed, vectors);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     sum[e] = 0.0f;
-#pragma clang loop unroll(full)
-    for (int m = 0; m < 4; ++m) sum[e] += total[m].thread_elements()[e];
+    UNROLL for (int m = 0; m < 4; ++m) sum[e] += total[m].thread_elements()[e];
   }
 }
 
@@ -210,14 +196,11 @@ void read_items(
     Index earlier, Index step, int unit, thread float (&y)[2][SIZE_FOR<Cell::KEPT>],
     thread float (&d)[2][Cell::GRADIENTS], thread StepNumbers<Cell> (&numbers)[2]) {
   constexpr int KEPT = Cell::KEPT;
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     read_step<Cell, H>(sweep, a, n, items[e].at, earlier, step, unit, numbers[e]);
-#pragma clang loop unroll(full)
-    for (int m = 0; m < KEPT; ++m)
+    UNROLL for (int m = 0; m < KEPT; ++m)
       y[e][m] = value_at(a.gates, block_place<Cell, KEPT, H>(items[e].at, m, unit, earlier), 0.0f);
-#pragma clang loop unroll(full)
-    for (int m = 0; m < Cell::GRADIENTS; ++m)
+    UNROLL for (int m = 0; m < Cell::GRADIENTS; ++m)
       d[e][m] = value_at(a.dgates, items[e].at.gate + Index(Cell::GATES) * earlier + Cell::block(m) * H, 0.0f);
   }
 }
@@ -235,28 +218,22 @@ void unit_backward(
     thread Item<Cell, Index>& item, thread float (&d)[Cell::GRADIENTS], thread float (&dp)[SIZE_FOR<Cell::SUMMED>]) {
   constexpr int C = Cell::CARRIED, FIRST = FIRST_CARRY<Cell>;
   float before[C + 1], ds[C + 1], du[SIZE_FOR<Cell::INPUTS>], dp_now[SIZE_FOR<Cell::SUMMED>];
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= C; ++k) {
+  UNROLL for (int k = 0; k <= C; ++k) {
     before[k] = numbers.keep * item.states[k];
     ds[k] = item.ds[k] + numbers.ds[k];
   }
   item.mask = numbers.mask;
   Cell::backward(p, numbers.u, y, before, after, ds, d, du, dp_now);
-#pragma clang loop unroll(full)
-  for (int m = 0; m < Cell::GRADIENTS; ++m)
+  UNROLL for (int m = 0; m < Cell::GRADIENTS; ++m)
     store(a.dz, block_place<Cell, Cell::GRADIENTS, H>(item.at, m, unit), live ? d[m] : 0.0f);
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::INPUTS; ++k)
+  UNROLL for (int k = 0; k < Cell::INPUTS; ++k)
     store(a.du, place_of<Cell::INPUTS, H>(item.at.state, k, unit), live ? du[k] : 0.0f);
   // The gradient of keep is computed from the array `carry`. It gets the gradients of keep * state, without the part
   // that goes through the product. FIRST: the first state that has such a gradient, h (0) in some cells only.
-#pragma clang loop unroll(full)
-  for (int k = FIRST; k <= C; ++k)
+  UNROLL for (int k = FIRST; k <= C; ++k)
     store(a.carry, place_of<CARRIES<Cell>, H>(item.at.state, k - FIRST, unit), live ? ds[k] : 0.0f);
-#pragma clang loop unroll(full)
-  for (int k = 1; k <= C; ++k) item.ds[k] = live ? numbers.keep * ds[k] : item.ds[k];
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += live ? dp_now[k] : 0.0f;
+  UNROLL for (int k = 1; k <= C; ++k) item.ds[k] = live ? numbers.keep * ds[k] : item.ds[k];
+  UNROLL for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += live ? dp_now[k] : 0.0f;
   item.past = ds[0] * numbers.keep;
 }
 
@@ -268,8 +245,7 @@ template <class Cell, int H, class Arrays>
 void store_sums(
     thread const Arrays& a, thread const Sweep& sweep, uint group, int unit, bool writes,
     thread float (&dp)[SIZE_FOR<Cell::SUMMED>]) {
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::SUMMED; ++k) {
+  UNROLL for (int k = 0; k < Cell::SUMMED; ++k) {
     dp[k] += simd_shuffle_xor(dp[k], 1);
     dp[k] += simd_shuffle_xor(dp[k], 8);
     if (writes) store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dp[k]);
@@ -303,8 +279,7 @@ void fused_matrix_backward(
   bool real[2];
   Item<Cell, Index> items[2];
   Cell::template constants<long>(a, sweep.direction, H, read, p);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     real[e] = b0 + e < sweep.B && unit < H;
     begin_item<Cell, H>(sweep, a, b0 + e, 0, unit, unit < H, earlier, items[e]);
   }
@@ -315,16 +290,14 @@ void fused_matrix_backward(
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
     if (!AHEAD) read_items<Cell, H>(sweep, a, n, items, earlier, step, read, y, d, numbers);
-#pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e) {
+    UNROLL for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       const Index at = items[e].at.gate;
       float after[C + 1];
       use_states<Cell, H>(sweep, a, n, step, read, numbers[e].states, items[e], after);
       unit_backward<Cell, H>(a, live, unit, p, y[e], numbers[e], after, items[e], d[e], dp);
-#pragma clang loop unroll(full)
-      for (int m = 0; m < GATES; ++m) {
+      UNROLL for (int m = 0; m < GATES; ++m) {
         const int block = Cell::block(m) * H;
         const S operand = S(live ? Cell::product_gradient(m, y[e], d[e]) : 0.0f);
         store(a.d_out, at + block, float(operand));
@@ -337,13 +310,11 @@ void fused_matrix_backward(
     const int ahead = max(n - 1, sweep.start);
     Place<Index> distance;
     distance_to_next(ahead != n, next, distance);
-#pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e) advance(items[e].at, distance);
+    UNROLL for (int e = 0; e < 2; ++e) advance(items[e].at, distance);
     if (AHEAD) read_items<Cell, H>(sweep, a, ahead, items, earlier, step, read, y, d, numbers);
     float sum[2];
     product_of_columns<RESIDENT, K>(sum, resident, streamed, current);
-#pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e) {
+    UNROLL for (int e = 0; e < 2; ++e) {
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       if (real[e] && live) items[e].ds[0] = sum[e] * items[e].mask + items[e].past;
     }
@@ -351,8 +322,7 @@ void fused_matrix_backward(
     if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
     streamed += opaque_zero(sweep);
   }
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     if (!real[e]) continue;
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     a.dh0[item] = S(items[e].ds[0]);

@@ -106,8 +106,7 @@ NormLane<NormMemory<Cell, H, 1>::COUNT> norm_of_lane(
   using OfC = Peers<H, M::LANES, 1>;
   constexpr int GATES = Cell::GATES;
   NormLane<M::COUNT> norm;  // every member is set below
-#pragma clang loop unroll(full)
-  for (int j = 0; j < M::COUNT; ++j) {
+  UNROLL for (int j = 0; j < M::COUNT; ++j) {
     const int gate = j == 0 ? block : min(block + M::LANES * j, GATES - 1);
     const long at = (long(GATES) * direction + gate) * H + unit;
     norm.scale[j] = value_at(a.norm_scale, at, 1.0f), norm.shift[j] = value_at(a.norm_shift, at, 0.0f);
@@ -136,23 +135,19 @@ void share(
   if constexpr (ROWS % 2 == 0) {  // two pairs are one vector
     threadgroup float4* pairs = memory + peer * (ROWS / 2);
     if (lane < EVERY)
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; r += 2)
+      UNROLL for (int r = 0; r < ROWS; r += 2)
         pairs[index / 32 * (ROWS / 2) + r / 2] = float4(own[r][0], own[r][1], own[r + 1][0], own[r + 1][1]);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the sums of all simdgroups from their reads
-#pragma clang loop unroll(full)
-    for (int n = 0; n < P::TURNS * ROWS; n += 2) {
+    UNROLL for (int n = 0; n < P::TURNS * ROWS; n += 2) {
       const float4 two = pairs[(P::first(lane) + P::PEERS * (n / ROWS)) * (ROWS / 2) + n % ROWS / 2];
       all[n / ROWS][n % ROWS] = float2(two[0], two[1]), all[n / ROWS][n % ROWS + 1] = float2(two[2], two[3]);
     }
   } else {
     threadgroup Pair* pairs = (threadgroup Pair*)memory + peer * ROWS;
     if (lane < EVERY)
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) pairs[index / 32 * ROWS + r] = own[r];
+      UNROLL for (int r = 0; r < ROWS; ++r) pairs[index / 32 * ROWS + r] = own[r];
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the sums of all simdgroups from their reads
-#pragma clang loop unroll(full)
-    for (int n = 0; n < P::TURNS * ROWS; ++n)
+    UNROLL for (int n = 0; n < P::TURNS * ROWS; ++n)
       all[n / ROWS][n % ROWS] = pairs[(P::first(lane) + P::PEERS * (n / ROWS)) * ROWS + n % ROWS];
   }
 }
@@ -167,14 +162,11 @@ void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index,
   Pair all[P::TURNS][ROWS];
   share<P, EVERY>(own, index, memory, all);
   const uint first = P::first(index % 32);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     float mean = 0.0f, squares = 0.0f;
-#pragma clang loop unroll(full)
-    for (int turn = 0; turn < P::TURNS; ++turn) mean += all[turn][r][0] * P::part(first, part, turn);
+    UNROLL for (int turn = 0; turn < P::TURNS; ++turn) mean += all[turn][r][0] * P::part(first, part, turn);
     mean = sum_of_every<EVERY>(mean);
-#pragma clang loop unroll(full)
-    for (int turn = 0; turn < P::TURNS; ++turn) {
+    UNROLL for (int turn = 0; turn < P::TURNS; ++turn) {
       const float away = all[turn][r][0] - mean;
       squares += away * away * (P::IS_EVEN ? 1.0f : P::part(first, part, turn)) + all[turn][r][1];
     }
@@ -195,27 +187,21 @@ void standardise(
     threadgroup float4* memory) {
   using P = Peers<H, LANES, EVERY>;
   constexpr int TOGETHER = EVERY == 1 ? COUNT : 1, SIZE = (EVERY * P::PLACES * ROWS + 1) / 2;
-#pragma clang loop unroll(full)
-  for (int first = 0; first < COUNT; first += TOGETHER) {
+  UNROLL for (int first = 0; first < COUNT; first += TOGETHER) {
     Pair own[ROWS];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       float sum = x[r][first], squares = 0.0f;
-#pragma clang loop unroll(full)
-      for (int j = 1; j < TOGETHER; ++j) sum += x[r][first + j];
+      UNROLL for (int j = 1; j < TOGETHER; ++j) sum += x[r][first + j];
       const float mean = sum_of_every<EVERY>(sum) * (P::share(index / 32) * (1.0f / EACH));
-#pragma clang loop unroll(full)
-      for (int j = first; j < first + TOGETHER; ++j) {
+      UNROLL for (int j = first; j < first + TOGETHER; ++j) {
         const float away = x[r][j] - mean * counts[j];
         squares += away * away;
       }
       own[r] = float2(mean, sum_of_every<EVERY>(squares) * P::squares(EACH * H));
     }
     moments_of_all<P, EVERY>(own, part, eps, index, memory + first * SIZE);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r)
-#pragma clang loop unroll(full)
-      for (int j = first; j < first + TOGETHER; ++j) x[r][j] = (x[r][j] - own[r][0]) * own[r][1];
+    UNROLL for (int r = 0; r < ROWS; ++r)
+      UNROLL for (int j = first; j < first + TOGETHER; ++j) x[r][j] = (x[r][j] - own[r][0]) * own[r][1];
   }
 }
 
@@ -225,11 +211,9 @@ template <class P, int EVERY, int ROWS>
 void sums_of_all(thread Pair (&own)[ROWS], uint index, threadgroup float4* memory) {
   Pair all[P::TURNS][ROWS];
   share<P, EVERY>(own, index, memory, all);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     Pair sum = all[0][r];
-#pragma clang loop unroll(full)
-    for (int turn = 1; turn < P::TURNS; ++turn) sum += all[turn][r];
+    UNROLL for (int turn = 1; turn < P::TURNS; ++turn) sum += all[turn][r];
     own[r] = float2(sum_of_every<EVERY>(sum[0]), sum_of_every<EVERY>(sum[1]));
   }
 }
@@ -245,21 +229,16 @@ void standardise_backward(
     uint index, threadgroup float4* memory) {
   using P = Peers<H, LANES, EVERY>;
   constexpr int TOGETHER = EVERY == 1 ? COUNT : 1, SIZE = (EVERY * P::PLACES * ROWS + 1) / 2;
-#pragma clang loop unroll(full)
-  for (int first = 0; first < COUNT; first += TOGETHER) {
+  UNROLL for (int first = 0; first < COUNT; first += TOGETHER) {
     Pair own[ROWS];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       float sum = d[r][first], product = d[r][first] * y[r][first];
-#pragma clang loop unroll(full)
-      for (int j = first + 1; j < first + TOGETHER; ++j) sum += d[r][j], product += d[r][j] * y[r][j];
+      UNROLL for (int j = first + 1; j < first + TOGETHER; ++j) sum += d[r][j], product += d[r][j] * y[r][j];
       own[r] = float2(sum_of_every<EVERY>(sum), sum_of_every<EVERY>(product));
     }
     sums_of_all<P, EVERY>(own, index, memory + first * SIZE);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r)
-#pragma clang loop unroll(full)
-      for (int j = first; j < first + TOGETHER; ++j) {
+    UNROLL for (int r = 0; r < ROWS; ++r)
+      UNROLL for (int j = first; j < first + TOGETHER; ++j) {
         d[r][j] -= (own[r][0] + y[r][j] * own[r][1]) * (1.0f / (N * P::COPIES));
         d[r][j] *= factor[r][j];
       }
@@ -282,15 +261,13 @@ void normalise(
     const bool last = GATES < M::LANES && lane == LAST, always = GATES == M::LANES && H % (32 / M::LANES) == 0;
     const float counts[1] = {always ? 1.0f : norm.counts[0]};
     float x[ROWS][1];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       x[r][0] = (last ? sums[r][LAST] : sums[r][0]) + (N::IS_SUM ? y[r] : 0.0f);
       x[r][0] = counts[0] == 0.0f ? 0.0f : x[r][0];
     }
     standardise<H, M::LANES, M::EVERY, N::IS_EACH ? 1 : GATES>(
         x, counts, norm.part, norm.eps, norm.index, norm.memory);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       sums[r][0] = sums[r][LAST] = x[r][0] * norm.scale[0] + norm.shift[0];
       if (N::IS_SUM) y[r] = 0.0f;
     }
@@ -311,12 +288,10 @@ void normalise_states(
   if constexpr (N::HAS_C != 0) {
     const float counts[1] = {writes ? 1.0f : 0.0f};
     float x[ROWS][1];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) x[r][0] = writes ? state[r] : 0.0f;
+    UNROLL for (int r = 0; r < ROWS; ++r) x[r][0] = writes ? state[r] : 0.0f;
     threadgroup float4* memory = norm.memory + NormMemory<Cell, H, ROWS>::C;
     standardise<H, Lanes<Cell>::LANES, 1, 1>(x, counts, norm.part_of_c, norm.eps, norm.index, memory);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const float seen = x[r][0] * norm.c_scale + norm.c_shift;
       if (N::IN_STATE) state[r] = seen;
       if (N::IN_STATE && Cell::PEEPHOLE == Cell::O_SEES_CURRENT && writes)
@@ -356,8 +331,7 @@ template <class Cell, int ROWS, class Index, class Arrays>
 void read_norm(
     thread const Arrays& a, thread const Item<Cell, Index> (&items)[ROWS], Index earlier, int block,
     thread NormNumbers<ROWS, 1>& numbers) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const Place<Index> at = items[r].at;
     numbers.y[r][0] = value_at(a.norm_y, at.gate + Index(Cell::GATES) * earlier, 0.0f);
     numbers.r[r][0] = value_at(a.norm_r, Norm<Cell>::IS_EACH ? at.keep * Cell::GATES + block : at.keep, 0.0f);
@@ -382,8 +356,7 @@ void states_backward(
     const int lane = int(norm.index % LANES), unit = int(norm.index / LANES);
     const bool real = H % (32 / LANES) == 0 || unit < H;
     float d[ROWS][1];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       // seen: the normalised c, from which the output m = o s_output(seen) is computed. dm: the gradient of m, which is
       // h. d: the gradient of `seen`. It comes from m and, if the next step gets `seen` (IN_STATE), also from later
       // steps and from the cotangent of c.
@@ -408,8 +381,7 @@ void states_backward(
     // All LANES lanes of a unit have a copy of its number, so the norm has LANES * H numbers. All lanes are in one
     // norm, so EVERY is 1.
     standardise_backward<H, LANES, 1, LANES * H>(d, saved.c_y, saved.c_r, norm.index, memory);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const float of_state = saved.c_y[r][0] * norm.c_scale + norm.c_shift;
       dc[r] = N::IN_STATE ? d[r][0] : dc[r] + d[r][0];
       saved.c_y[r][0] = activate(Cell::activation(Cell::OUTPUT), N::IN_STATE ? after[r][1] : of_state);
@@ -466,13 +438,11 @@ void products_backward(
   if constexpr (N::OF != NOTHING) {
     const bool counts = (Cell::GATES == M::LANES && H % (32 / M::LANES) == 0) || norm.counts[0] != 0.0f;
     float d[ROWS][1];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r)
+    UNROLL for (int r = 0; r < ROWS; ++r)
       d[r][0] = counts && is_live(a.lengths, t, items[r].length) ? items[r].d * norm.scale[0] : 0.0f;
     standardise_backward<H, M::LANES, M::EVERY, N::IS_EACH ? H : int(Cell::GATES) * H>(
         d, saved.y, saved.r, norm.index, norm.memory);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       if (!counts) continue;
       const S result = S(d[r][0]);
       a.d_product[items[r].at.gate] = result;

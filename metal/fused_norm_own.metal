@@ -19,28 +19,22 @@ void normalise_gates(
     thread float (&sums)[ROWS][SIZE]) {
   constexpr int LANES = Lanes<Cell>::LANES, GATES = Cell::GATES;
   float x[ROWS][COUNT];
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r)
-#pragma clang loop unroll(full)
-    for (int j = 0; j < COUNT; ++j) {
+  UNROLL for (int r = 0; r < ROWS; ++r)
+    UNROLL for (int j = 0; j < COUNT; ++j) {
       float product = sums[r][Lanes<Cell>::SCATTERS ? 0 : LANES * j];
-#pragma clang loop unroll(full)
-      for (int k = 1; k < LANES && !Lanes<Cell>::SCATTERS; ++k)
+      UNROLL for (int k = 1; k < LANES && !Lanes<Cell>::SCATTERS; ++k)
         product = lane == k ? sums[r][min(LANES * j + k, GATES - 1)] : product;
       x[r][j] = norm.counts[j] == 0.0f ? 0.0f : Norm<Cell>::IS_SUM ? product + numbers[r].z[j] : product;
     }
   using M = NormMemory<Cell, H, ROWS>;
   standardise<H, LANES, M::EVERY, M::EVERY == 1 ? GATES : 1>(
       x, norm.counts, norm.part, norm.eps, norm.index, norm.memory);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r)
-#pragma clang loop unroll(full)
-    for (int j = 0; j < COUNT; ++j) {
+  UNROLL for (int r = 0; r < ROWS; ++r)
+    UNROLL for (int j = 0; j < COUNT; ++j) {
       const float result = x[r][j] * norm.scale[j] + norm.shift[j];
       if (Norm<Cell>::IS_SUM) numbers[r].z[j] = 0.0f;
       if (Lanes<Cell>::SCATTERS) sums[r][0] = result;
-#pragma clang loop unroll(full)
-      for (int k = 0; k < LANES && LANES * j + k < GATES && !Lanes<Cell>::SCATTERS; ++k)
+      UNROLL for (int k = 0; k < LANES && LANES * j + k < GATES && !Lanes<Cell>::SCATTERS; ++k)
         sums[r][LANES * j + k] = of_lane<LANES>(result, k);
     }
 }
@@ -60,13 +54,11 @@ void read_gates(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
     int lane, int unit, thread NormNumbers<ROWS, COUNT>& numbers) {
   constexpr int LANES = Lanes<Cell>::LANES, GATES = Cell::GATES;
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group) * ROWS + r, sweep.B - 1);
     const Index at = (Index(time_of(sweep, n)) * sweep.B + b) * sweep.D + sweep.direction;
     load_blocks<GATES, LANES, H>(a.norm_y, now + item[r], lane, unit, numbers.y[r]);
-#pragma clang loop unroll(full)
-    for (int j = 0; j < COUNT; ++j)
+    UNROLL for (int j = 0; j < COUNT; ++j)
       numbers.r[r][j] = a.norm_r[Norm<Cell>::IS_EACH ? at * GATES + min(LANES * j + lane, GATES - 1) : at];
   }
 }
@@ -76,8 +68,7 @@ void read_gates(
 // norm's results, and only these are copied. If the item has ended (not `live`), they become 0.
 template <int ROWS, int COUNT, int SIZE>
 void keep_gradients(bool live, int r, thread const float (&d)[SIZE], thread NormNumbers<ROWS, COUNT>& numbers) {
-#pragma clang loop unroll(full)
-  for (int j = 0; j < COUNT; ++j) numbers.d[r][j] = live ? d[j] : 0.0f;
+  UNROLL for (int j = 0; j < COUNT; ++j) numbers.d[r][j] = live ? d[j] : 0.0f;
 }
 
 // Compute the gradients of the recurrent products from the gradients of the norms' results in numbers.d. Write them to
@@ -89,18 +80,14 @@ void own_products_backward(
     thread const NormLane<COUNT>& norm, thread NormNumbers<ROWS, COUNT>& numbers, thread const Arrays& a,
     Index now, Index earlier, thread const Index (&item)[ROWS], int lane, int unit, threadgroup float4* operands) {
   constexpr int LANES = Lanes<Cell>::LANES;
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r)
-#pragma clang loop unroll(full)
-    for (int j = 0; j < COUNT; ++j)
+  UNROLL for (int r = 0; r < ROWS; ++r)
+    UNROLL for (int j = 0; j < COUNT; ++j)
       numbers.d[r][j] = norm.counts[j] == 0.0f ? 0.0f : numbers.d[r][j] * norm.scale[j];
   using M = NormMemory<Cell, H, ROWS>;
   standardise_backward<H, LANES, M::EVERY, (M::EVERY == 1 ? int(Cell::GATES) : 1) * H>(
       numbers.d, numbers.y, numbers.r, norm.index, norm.memory);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r)
-#pragma clang loop unroll(full)
-    for (int j = 0; j < COUNT; ++j) {
+  UNROLL for (int r = 0; r < ROWS; ++r)
+    UNROLL for (int j = 0; j < COUNT; ++j) {
       if (norm.counts[j] == 0.0f) continue;
       const S result = S(numbers.d[r][j]);
       a.d_product[place_of<Cell::GATES, H>(now + (item[r] - earlier), LANES * j + lane, unit)] = result;

@@ -24,8 +24,7 @@ template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint,
 // value per unit. lane: the lane's index among those that share its unit.
 template <int COUNT, int LANES, int H, class Index, class A>
 void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[REGISTERS_OF<COUNT, LANES>]) {
-#pragma clang loop unroll(full)
-  for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j) {
+  UNROLL for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j) {
     const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;
     values[j] = COUNT == 0 ? 0.0f : value_at(array, place_of<COUNT, H>(at, block, unit), 0.0f);
   }
@@ -37,8 +36,7 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
 // lane's index among those that share its unit.
 template <int COUNT, int LANES, int H, class Index, class A>
 void store_blocks(A array, Index at, int lane, int unit, thread const float* values) {
-#pragma clang loop unroll(full)
-  for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j)
+  UNROLL for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j)
     if (COUNT % LANES == 0 || LANES * j + lane < COUNT)
       store(array, place_of<COUNT, H>(at, LANES * j + lane, unit), values[j]);
 }
@@ -54,8 +52,7 @@ void sum_of_own_unit(thread float (&sums)[SIZE]) {
     sums[1] += simd_shuffle_xor(sums[3], 2);
     sums[0] += simd_shuffle_xor(sums[1], 1);
   } else {
-#pragma clang loop unroll(full)
-    for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Lanes<Cell>::LANES>(sums[n]);
+    UNROLL for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Lanes<Cell>::LANES>(sums[n]);
   }
 }
 

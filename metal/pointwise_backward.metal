@@ -37,8 +37,7 @@ void read_numbers(
   // At step 0 there is no step before it. Then the address must only be valid, because use_first_states replaces the
   // numbers that are read there.
   const Index previous = n == 0 ? now : sweep.reverse ? now + step : now - step;
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group) * ROWS + r, sweep.B - 1);
     load_blocks<Cell::KEPT, Lanes<Cell>::LANES, H>(a.gates, now + item[r], lane, unit, numbers[r].saved);
     load_all<Cell::INPUTS, H>(a.inputs, now + item[r], unit, numbers[r].inputs, 0);
@@ -78,8 +77,7 @@ void store_step(
     thread const float (&du)[SIZE_FOR<Cell::INPUTS>], thread const float (&back)[Cell::CARRIED + 1],
     threadgroup float4* operand) {
   constexpr int LANES = Lanes<Cell>::LANES;
-#pragma clang loop unroll(full)
-  for (int j = 0; j < REGISTERS_OF<Cell::GRADIENTS, LANES>; ++j) {
+  UNROLL for (int j = 0; j < REGISTERS_OF<Cell::GRADIENTS, LANES>; ++j) {
     const int block = LANES * j + lane;
     d[j] = float(S(live ? d[j] : 0.0f));
     if (real && block < Cell::PRODUCTS && !Lanes<Cell>::NORMALISES) number_at(operand, 0, block * H + unit) = d[j];
@@ -87,11 +85,9 @@ void store_step(
   if (!real) return;
   store_blocks<Cell::GRADIENTS, LANES, H>(a.dz, at, lane, unit, d);
   if (lane != 0) return;
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::INPUTS; ++k)
+  UNROLL for (int k = 0; k < Cell::INPUTS; ++k)
     store(a.du, place_of<Cell::INPUTS, H>(at, k, unit), live ? du[k] : 0.0f);
-#pragma clang loop unroll(full)
-  for (int k = 0; k < CARRIES<Cell>; ++k)
+  UNROLL for (int k = 0; k < CARRIES<Cell>; ++k)
     store(a.carry, place_of<CARRIES<Cell>, H>(at, k, unit), live ? back[FIRST_CARRY<Cell> + k] : 0.0f);
 }
 
@@ -103,15 +99,13 @@ void store_ends(
     thread const Arrays& a, thread const Sweep& sweep, thread const Index (&item)[ROWS], uint group, bool writes,
     int unit, thread const float (&ds)[ROWS][Cell::CARRIED + 1], thread const float (&dw)[SIZE_FOR<Cell::SUMMED>]) {
   if (!writes) return;
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     a.dh0[item[r]] = S(ds[r][0]);
-#pragma clang loop unroll(full)
-    for (int k = 1; k < Cell::CARRIED + 1; ++k)
+    UNROLL for (int k = 1; k < Cell::CARRIED + 1; ++k)
       store(a.dc0, place_of<Cell::CARRIED, H>(item[r], k - 1, unit), ds[r][k]);
   }
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::SUMMED; ++k) store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dw[k]);
+  UNROLL for (int k = 0; k < Cell::SUMMED; ++k)
+    store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dw[k]);
 }
 
 // Return the whole sum of the lane's own unit. sums: the lane's partial sums of the UNITS units whose product the lanes
@@ -148,8 +142,7 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
   float w[V], dw[V] = {}, ds[ROWS][C + 1], now[ROWS][C + 1];
   int length[ROWS];
   load_all<Cell::SUMMED, H>(a.params, Index(sweep.direction * H + unit), unit, w, 0);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.stop - 1);
     item[r] = Index(place_in(sweep, b, 1, 0, H, unit));
     length[r] = value_at(a.lengths, b, sweep.T);
@@ -170,24 +163,19 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (n & 1) * HALF;
     float mask[ROWS];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
       thread BackwardNumbers<Cell>& mine = numbers[r];
       float d[ND] = {}, du[U] = {}, dw_now[V] = {}, back[C + 1], before[C + 1];
       use_first_states<Cell, H>(a, sweep, n, item[r], length[r], unit, mine.before);
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + mine.outside[k], before[k] = mine.keep * mine.before[k];
+      UNROLL for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + mine.outside[k], before[k] = mine.keep * mine.before[k];
       Lanes<Cell>::backward(lane, w, mine.inputs, mine.saved, before, now[r], back, d, du, dw_now);
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) now[r][k] = mine.before[k];
+      UNROLL for (int k = 0; k <= C; ++k) now[r][k] = mine.before[k];
       keep_gradients(live, r, d, of_norm);
       store_step<Cell, H, S>(a, live, real, lane, unit, now_at + (item[r] - earlier), d, du, back, current + r * ROW);
-#pragma clang loop unroll(full)
-      for (int k = 0; k < Cell::SUMMED; ++k)
+      UNROLL for (int k = 0; k < Cell::SUMMED; ++k)
         dw[k] += live && int(group.x) * ROWS + r < sweep.B ? dw_now[k] : 0.0f;
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) ds[r][k] = live ? mine.keep * back[k] : ds[r][k];
+      UNROLL for (int k = 0; k <= C; ++k) ds[r][k] = live ? mine.keep * back[k] : ds[r][k];
       mask[r] = mine.mask;
     }
     own_products_backward<Cell, H, ROW, S>(norm, of_norm, a, now_at, earlier, item, lane, unit, current);
@@ -200,8 +188,7 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
     if constexpr (P > 0) {
       float sums[ROWS][UNITS] = {};
       add_product<ROWS, UNITS, RUNS, GROUP, 0, 1, 1, RESIDENT, ROW>(sums, resident, streamed, current + s);
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r)
+      UNROLL for (int r = 0; r < ROWS; ++r)
         ds[r][0] += is_live(a.lengths, t, length[r]) ? sum_of_unit<UNITS, LANES>(sums[r]) * mask[r] : 0.0f;
     }
     streamed += opaque_zero(sweep);

@@ -38,13 +38,11 @@ void store_outputs(
     thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::CARRIED + 1],
     thread float (&y)[REGISTERS_OF<VALUES<Cell>, Lanes<Cell>::LANES>]) {
   constexpr int C = Cell::CARRIED, LANES = Lanes<Cell>::LANES;
-#pragma clang loop unroll(full)
-  for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
+  UNROLL for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
   store_blocks<Cell::KEPT, LANES, H>(a.gates, at, lane, unit, y);
   if (lane != LANES - 1) return;
   a.h[at] = S(live ? s[0] : 0.0f);
-#pragma clang loop unroll(full)
-  for (int k = 0; k < C; ++k) store(a.c, place_of<C, H>(at, k, unit), live ? s[k + 1] : 0.0f);
+  UNROLL for (int k = 0; k < C; ++k) store(a.c, place_of<C, H>(at, k, unit), live ? s[k + 1] : 0.0f);
 }
 
 // Compute the recurrent products of ROWS batch items. On return sums[r] has the products of the lane's own unit: those
@@ -56,8 +54,7 @@ void products_of_unit(
     thread const V* resident, const device V* streamed, threadgroup const float4* x, thread float (&sums)[ROWS][SIZE]) {
   constexpr int P = Cell::PRODUCTS, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, ALL = (1 << P) - 1;
   add_product<ROWS, UNITS * P, RUNS, GROUP, 0, P, ALL, RESIDENT, GROUP * RUNS>(sums, resident, streamed, x);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     sum_over_units<UNITS, P, ALL, LANES>(sums[r]);
     sum_of_own_unit<Cell>(sums[r]);
   }
@@ -91,8 +88,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
   float state[ROWS][C + 1], w[SIZE_FOR<Cell::SUMMED>];
   int length[ROWS];
   load_all<Cell::SUMMED, H>(a.params, Index(sweep.direction * H + unit), unit, w, 0);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.start);
     item[r] = (Index(b) * sweep.D + sweep.direction) * H + Index(unit);
     length[r] = value_at(a.lengths, b, sweep.T);
@@ -111,8 +107,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
     float sums[ROWS][P == 0 ? 1 : UNITS * P] = {};
     ForwardNumbers<Cell> numbers[ROWS];
     // Read these numbers before the product, so that they arrive while the product is computed.
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
       read_numbers<Cell, H>(a, sweep, n, now, b, item[r], lane, unit, numbers[r]);
     }
@@ -120,19 +115,15 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
       products_of_unit<Cell, UNITS, RUNS, RESIDENT>(resident, streamed, before + s, sums);
       normalise_gates<Cell, H>(norm, lane, numbers, sums);
     }
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
       float y[REGISTERS_OF<VALUES<Cell>, LANES>], next[C + 1];
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) next[k] = numbers[r].keep * state[r][k];
-#pragma clang loop unroll(full)
-      for (int j = 0; j < REGISTERS_OF<Cell::GATES, LANES>; ++j) y[j] = numbers[r].z[j];
+      UNROLL for (int k = 0; k <= C; ++k) next[k] = numbers[r].keep * state[r][k];
+      UNROLL for (int j = 0; j < REGISTERS_OF<Cell::GATES, LANES>; ++j) y[j] = numbers[r].z[j];
       Lanes<Cell>::forward(lane, w, numbers[r].inputs, sums[r], next, y);
       // Round h to the dtype of the arrays, so that the next step reads the same h that the caller gets.
       next[0] = float(S(next[0]));
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
+      UNROLL for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
       if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now + (item[r] - earlier), next, y);
       if (P > 0 && writes) number_at(after, r * ROW, place) = state[r][0] * numbers[r].mask;
     }
@@ -140,8 +131,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
     now += next_now;
     streamed += opaque_zero(sweep);
   }
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     if (!writes) continue;
     a.hT[item[r]] = S(state[r][0]);
     store_all<C, H>(a.cT, item[r], unit, state[r] + 1);

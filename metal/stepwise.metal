@@ -99,24 +99,20 @@ template <> struct Neighbours<bfloat> { using four = packed_bfloat4; };
 // of four elements are read only from `device` arrays, because an array in the address space `constant` has fewer than
 // 8 elements.
 template <int N> void take(Absent, int, float otherwise, thread float (&values)[N]) {
-#pragma clang loop unroll(full)
-  for (int e = 0; e < N; ++e) values[e] = otherwise;
+  UNROLL for (int e = 0; e < N; ++e) values[e] = otherwise;
 }
 template <int N, class S> void take(const device S* array, int index, float, thread float (&values)[N]) {
   if constexpr (N % 4 == 0) {
-#pragma clang loop unroll(full)
-    for (int e = 0; e < N; e += 4) {
+    UNROLL for (int e = 0; e < N; e += 4) {
       const typename Neighbours<S>::four loaded = *(const device typename Neighbours<S>::four*)(array + index + e);
-#pragma clang loop unroll(full)
-      for (int part = 0; part < 4; ++part) values[e + part] = float(loaded[part]);
+      UNROLL for (int part = 0; part < 4; ++part) values[e + part] = float(loaded[part]);
     }
   } else {
     values[0] = float(array[index]);
   }
 }
 template <int N, class S> void take(const constant S* array, int index, float, thread float (&values)[N]) {
-#pragma clang loop unroll(full)
-  for (int e = 0; e < N; ++e) values[e] = float(array[index + e]);
+  UNROLL for (int e = 0; e < N; ++e) values[e] = float(array[index + e]);
 }
 
 // Return a pointer to element `index` of the array, or `absent` if the array is absent.
@@ -193,21 +189,18 @@ inline void set_carry(device ushort* row, Index index, float value) {
 // values[first], values[first + 1], ... set_carries stores them.
 template <int COUNT, class X, int SIZE>
 void take_carries(const device X* row, Index at, int pitch, thread float (&values)[SIZE], int first) {
-#pragma clang loop unroll(full)
-  for (int k = 0; k < COUNT; ++k) values[first + k] = carry_at(row, at + Index(k) * pitch);
+  UNROLL for (int k = 0; k < COUNT; ++k) values[first + k] = carry_at(row, at + Index(k) * pitch);
 }
 template <int COUNT, class X, int SIZE>
 void set_carries(device X* row, Index at, int pitch, thread const float (&values)[SIZE], int first) {
-#pragma clang loop unroll(full)
-  for (int k = 0; k < COUNT; ++k) set_carry(row, at + Index(k) * pitch, values[first + k]);
+  UNROLL for (int k = 0; k < COUNT; ++k) set_carry(row, at + Index(k) * pitch, values[first + k]);
 }
 
 // Load COUNT numbers of an array, from element `at` on, `pitch` elements apart, into values[first], values[first + 1],
 // ... If the array is absent, set these values to 0.
 template <int COUNT, class A, int SIZE>
 void take_blocks(A array, Index at, int pitch, thread float (&values)[SIZE], int first) {
-#pragma clang loop unroll(full)
-  for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, at + Index(k) * pitch, 0.0f);
+  UNROLL for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, at + Index(k) * pitch, 0.0f);
 }
 
 // The template argument Product of a kernel whose cell has no recurrent product. It only says that a threadgroup of 256

@@ -92,8 +92,7 @@ void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float 
   if (!row.candidate) return;
   float r[N];
   take<N>(row.r, k, 1.0f, r);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < N; ++e) values[e] *= r[e];
+  UNROLL for (int e = 0; e < N; ++e) values[e] *= r[e];
 }
 
 // Return the operand of the product: with a projection dh_t, which is the row dh_now (first argument); without one
@@ -155,8 +154,7 @@ template <class Cell, class S, class Arrays>
 void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thread float (&y)[SIZE_FOR<Cell::KEPT>]) {
   constexpr int KEPT = Cell::KEPT;
   const Index units = Index(s.B) * s.D * s.H, behind = carried<S>(Cell::CARRIED * units) + units;
-#pragma clang loop unroll(full)
-  for (int k = 0; k < KEPT; ++k) {
+  UNROLL for (int k = 0; k < KEPT; ++k) {
     const Index block = j + Cell::block(k) * s.H;
     const float in_row = gate_in_row<S>(
         a.rows, a.row, max(behind + KEPT * units, Index(8)), behind + place(s, 0, b, KEPT * s.H) + block);
@@ -172,8 +170,7 @@ void take_needed(
     thread const Step& s, A h, B others, int t, int b, int j, thread float (&states)[Cell::CARRIED + 1]) {
   constexpr int C = Cell::CARRIED;
   states[0] = READ & 1 ? value_at(h, place(s, t, b, s.H) + j, 0.0f) : 0.0f;
-#pragma clang loop unroll(full)
-  for (int k = 1; k <= C; ++k)
+  UNROLL for (int k = 1; k <= C; ++k)
     states[k] = (READ >> k) & 1 ? value_at(others, place(s, t, b, C * s.H) + (k - 1) * s.H + j, 0.0f) : 0.0f;
 }
 
@@ -218,16 +215,13 @@ void live_unit_backward(
   Cell::template constants<Index>(a, s.d, H, j, p);
   const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
   ds[0] = Cell::PASSES_H ? ds[0] + dh : dh;
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= C; ++k) {
+  UNROLL for (int k = 0; k <= C; ++k) {
     if (k > 0) ds[k] += dc[k];
     before[k] *= factor;
   }
   Cell::backward(p, u, y, before, after, ds, d, du, dp_now);
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= C; ++k) unscaled[k] = ds[k], ds[k] *= factor;
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += dp_now[k];
+  UNROLL for (int k = 0; k <= C; ++k) unscaled[k] = ds[k], ds[k] *= factor;
+  UNROLL for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += dp_now[k];
 }
 
 // The kernel of a backward step. It writes the row a.after, in this order (N carries, V = SUMMED, M = GRADIENTS, U =

@@ -64,8 +64,7 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
   float factors[N];
   take<N>(row.h, k, 0.0f, values);
   take<N>(row.mask, k, 1.0f, factors);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < N; ++e) values[e] *= factors[e];
+  UNROLL for (int e = 0; e < N; ++e) values[e] *= factors[e];
 }
 
 // Return how many terms each sum of the product has: K, the width of h. But return 0 at step n = 0 without h0. There h
@@ -101,8 +100,7 @@ void take_states(
     take_carries<C>(a.before, c_at, s.H, states, 1);
   }
   const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= C; ++k) states[k] *= factor;
+  UNROLL for (int k = 0; k <= C; ++k) states[k] *= factor;
 }
 
 // The kernel of a forward step: compute the product and the cell, and write the row a.after. SAVES: whether the row
@@ -145,8 +143,7 @@ void stepwise_forward(
     // Past an item's end the outputs are 0. They are selected with a condition, not multiplied by 0, because the
     // numbers there may be NaN.
     arrays[place(s, 0, b, H) + j] = S(live ? states[0] : 0.0f);
-#pragma clang loop unroll(full)
-    for (int k = 1; k <= C; ++k) states[k] = live ? states[k] : 0.0f;
+    UNROLL for (int k = 1; k <= C; ++k) states[k] = live ? states[k] : 0.0f;
     set_carries<C>(a.after, place(s, 0, b, C * H) + j, H, states, 1);
     for (int k = 0; k < KEPT; ++k) arrays[units + kept_at + Cell::block(k) * H] = S(live ? y[k] : 0.0f);
   }

@@ -26,18 +26,15 @@
 template <int N, int ROWS, int OWN, class R, class C>
 void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thread float (&partial)[OWN][ROWS]) {
   float operands[ROWS][N], w[OWN][N];
-#pragma clang loop unroll(full)
-  for (int n = 0; n < OWN; ++n) {
+  UNROLL for (int n = 0; n < OWN; ++n) {
     operands_at<N>(columns[n], 0, w[n]);
     move(columns[n], step);
   }
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     operands_at<N>(rows[r], 0, operands[r]);
     move(rows[r], step);
   }
-#pragma clang loop unroll(full)
-  for (int part = 0; part < OWN * ROWS * N; ++part) {
+  UNROLL for (int part = 0; part < OWN * ROWS * N; ++part) {
     const int e = part / (OWN * ROWS), n = part / ROWS % OWN, r = part % ROWS;
     partial[n][r] += operands[r][e] * w[n][e];
   }
@@ -70,24 +67,21 @@ struct ByLanes {
     float partial[OWN][ROWS];
     typename X::Row rows[ROWS];
     ItemsRow<W> columns[OWN];
-#pragma clang loop unroll(full)
-    for (int part = 0; part < OWN * ROWS; ++part) partial[part / ROWS][part % ROWS] = 0.0f;
+    UNROLL for (int part = 0; part < OWN * ROWS; ++part) partial[part / ROWS][part % ROWS] = 0.0f;
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       const int length = K / SEGMENTS;
-#pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n) {  // column 8 n + simdgroup; UNITS is a multiple of 8, so 8 n decides / and %
+      // Column 8 n + simdgroup; UNITS is a multiple of 8, so 8 n decides / and %.
+      UNROLL for (int n = 0; n < OWN; ++n) {
         const int gate = Gates::block(FIRST + 8 * n / UNITS), unit = min(j0 + 8 * n % UNITS + simdgroup, H - 1);
         columns[n].values = weights + (Index(gate) * H + unit) * K + segment * length + 4 * lane;
       }
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
+      UNROLL for (int r = 0; r < ROWS; ++r) {
         find_row(x, min(b0 + r, B - 1), segment, rows[r]);
         move(rows[r], 4 * lane);
       }
       add_products(rows, columns, 4 * lane, length, partial);
     }
-#pragma clang loop unroll(full)
-    for (int part = 0; part < OWN * ROWS; ++part) {
+    UNROLL for (int part = 0; part < OWN * ROWS; ++part) {
       const int n = part / ROWS, r = part % ROWS;
       const float sum = simd_sum(partial[n][r]);
       if (lane == 0) block.sums[r * COLUMNS + simdgroup + 8 * n] = sum;

@@ -39,19 +39,16 @@ constant constexpr int TAKEN = GROUP == 16 || (ROWS > 1 && BITS % 2 == 0) ? 16 :
 template <int WORDS>
 void take_words(const device uint* words, thread uint (&taken)[WORDS]) {
   if constexpr (WORDS % 4 == 0) {
-#pragma clang loop unroll(full)
-    for (int n = 0; n < WORDS; ++n) taken[n] = (*(const device packed_uint4*)(words + n / 4 * 4))[n % 4];
+    UNROLL for (int n = 0; n < WORDS; ++n) taken[n] = (*(const device packed_uint4*)(words + n / 4 * 4))[n % 4];
   } else {
-#pragma clang loop unroll(full)
-    for (int n = 0; n < WORDS; ++n) taken[n] = words[n];
+    UNROLL for (int n = 0; n < WORDS; ++n) taken[n] = words[n];
   }
 }
 
 // Return the sum of `value` over N neighbouring lanes. With first = 1 all N lanes get the sum of all N. With a larger
 // power of two as `first`, a lane gets the sum over those lanes whose distance from it is a multiple of `first`.
 template <int N> float sum_of_team(float value, int first) {
-#pragma clang loop unroll(full)
-  for (int distance = first; distance < N; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
+  UNROLL for (int distance = first; distance < N; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
   return value;
 }
 
@@ -84,25 +81,19 @@ void multiply(
     thread PartialSums<ROWS, OWN>& part) {
   constexpr int COUNT = TAKEN<BITS, GROUP, ROWS>, WORDS = COUNT * BITS / 32, AT_ONCE = ROWS == 1 ? COUNT : 4;
   uint words[OWN][WORDS];
-#pragma clang loop unroll(full)
-  for (int n = 0; n < OWN; ++n) take_words(weights.words + columns[n].words, words[n]);
+  UNROLL for (int n = 0; n < OWN; ++n) take_words(weights.words + columns[n].words, words[n]);
   if (place % (GROUP / COUNT) == 0)
-#pragma clang loop unroll(full)
-    for (int n = 0; n < OWN; ++n) {
+    UNROLL for (int n = 0; n < OWN; ++n) {
       part.scales[n] = scale_of<GROUP>(weights.scales[columns[n].group]);
       part.biases[n] = value_at(weights.biases, columns[n].group, 0.0f);
     }
-#pragma clang loop unroll(full)
-  for (int first = 0; first < COUNT; first += AT_ONCE) {
+  UNROLL for (int first = 0; first < COUNT; first += AT_ONCE) {
     float operands[ROWS][AT_ONCE];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) operands_at<AT_ONCE>(rows[r], first, operands[r]);
-#pragma clang loop unroll(full)
-    for (int number = 0; number < AT_ONCE * ROWS; ++number) {
+    UNROLL for (int r = 0; r < ROWS; ++r) operands_at<AT_ONCE>(rows[r], first, operands[r]);
+    UNROLL for (int number = 0; number < AT_ONCE * ROWS; ++number) {
       const int e = number / ROWS, r = number % ROWS;
       part.x_sums[r] += operands[r][e];
-#pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n)
+      UNROLL for (int n = 0; n < OWN; ++n)
         part.products[n][r] += operands[r][e] * number_at<BITS>(words[n], first + e, weights.biases);
     }
   }
@@ -131,36 +122,30 @@ struct QuantizedByLanes {
     float partial[OWN][ROWS] = {};
     typename X::Row rows[ROWS];
     PackedColumn columns[OWN];
-#pragma clang loop unroll(full)
-    for (int n = 0; n < OWN; ++n) {
+    UNROLL for (int n = 0; n < OWN; ++n) {
       const int gate = Gates::block(FIRST + 8 * n / UNITS), unit = min(block.j0 + 8 * n % UNITS + team, H - 1);
       const Index row = Index(gate) * H + unit;
       columns[n].words = row * (K * BITS / 32) + first * BITS / 32;
       columns[n].group = row * (K / GROUP) + first / GROUP;
     }
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       find_row(x, min(block.b0 + r, B - 1), 0, rows[r]);
       move(rows[r], int(first));
     }
     for (uint k = 0; k < uint(K); k += 8 * COUNT) {
       PartialSums<ROWS, OWN> part = {};
       if (k + first < uint(K)) multiply(rows, weights, columns, place, part);
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
+      UNROLL for (int r = 0; r < ROWS; ++r) {
         const float x_sum = sum_of_team<SHARE>(part.x_sums[r], 1);
-#pragma clang loop unroll(full)
-        for (int n = 0; n < OWN; ++n) {
+        UNROLL for (int n = 0; n < OWN; ++n) {
           const float product = sum_of_team<SHARE>(part.products[n][r], 1);
           partial[n][r] += of_group<BITS>(product, x_sum, part.scales[n], part.biases[n], weights.biases);
         }
         move(rows[r], 8 * COUNT);
       }
-#pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n) columns[n].words += COUNT * BITS / 4, columns[n].group += 8 * COUNT / GROUP;
+      UNROLL for (int n = 0; n < OWN; ++n) columns[n].words += COUNT * BITS / 4, columns[n].group += 8 * COUNT / GROUP;
     }
-#pragma clang loop unroll(full)
-    for (int part = 0; part < OWN * ROWS; ++part) {
+    UNROLL for (int part = 0; part < OWN * ROWS; ++part) {
       const int n = part / ROWS, r = part % ROWS;
       const float sum = sum_of_team<8>(partial[n][r], SHARE);
       if (place == 0) block.sums[r * COLUMNS + team + 8 * n] = sum;
@@ -221,14 +206,12 @@ template <class B> float of_leader(float bias, int leader, B) { return simd_shuf
 template <int BITS, int GROUP, class A, class B>
 void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool inside) {
   constexpr int WORDS = (BITS + 1) / 2;
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     float scale = 0.0f, bias = 0.0f;
     // 16 weights take 16 BITS bits, which are BITS numbers of type ushort. If BITS is odd, they may begin in the middle
     // of a 32-bit word, so they are read as ushort.
     const device ushort* halves = (const device ushort*)own.columns[e].words + own.k / 16 * BITS;
-#pragma clang loop unroll(full)
-    for (int n = 0; n < WORDS; ++n) {
+    UNROLL for (int n = 0; n < WORDS; ++n) {
       own.words[e][n] = 0u;
       if (!inside) continue;
       if (BITS % 2 == 0) own.words[e][n] = ((const device uint*)halves)[n];
@@ -263,8 +246,7 @@ template <class B> float weight_of(float q, float2 factors, B) { return factors.
 template <int BITS, int GROUP, class A, class B>
 void weights_of(
     thread const LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int n, thread float (&w)[2][4]) {
-#pragma clang loop unroll(full)
-  for (int part = 0; part < 8; ++part) {
+  UNROLL for (int part = 0; part < 8; ++part) {
     const int e = part / 4, m = part % 4;
     const B biases = own.columns[e].biases;
     const float q = value_of<BITS>(number_at<BITS>(own.words[e], 4 * n + m, biases), biases);

@@ -56,8 +56,7 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
   const device X* piece = rows.pieces[0];
   int first = 0;
   m += kind[2];
-#pragma clang loop unroll(full)
-  for (int n = 1; n < 20; ++n) {
+  UNROLL for (int n = 1; n < 20; ++n) {
     const int start = starts[n];
     if (start <= m) {
       piece = rows.pieces[n];

@@ -53,8 +53,7 @@ void find_column(
 template <int SLICES, class S>
 void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   using Four = typename Neighbours<S>::four;
-#pragma clang loop unroll(full)
-  for (int n = 0; n < 4 / SLICES; ++n) {
+  UNROLL for (int n = 0; n < 4 / SLICES; ++n) {
     own.numbers[0][n] = vec<S, 4>(*(const device Four*)(own.columns[0] + 32 * SLICES * n));
     own.numbers[1][n] = vec<S, 4>(*(const device Four*)(own.columns[1] + 32 * SLICES * n));
   }
@@ -66,8 +65,7 @@ void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
 // 1) of the lane, pair m of the quad.
 template <int SLICES, class S>
 void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, thread float (&w)[2][4]) {
-#pragma clang loop unroll(full)
-  for (int part = 0; part < 8; ++part) w[part / 4][part % 4] = float(own.numbers[part / 4][n][part % 4]);
+  UNROLL for (int part = 0; part < 8; ++part) w[part / 4][part % 4] = float(own.numbers[part / 4][n][part % 4]);
 }
 
 // Copy the next 128 numbers of each of COUNT rows of the operand x into the tile in threadgroup memory. This simdgroup
@@ -78,17 +76,14 @@ void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, t
 // the reads overlap.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
-#pragma clang loop unroll(full)
-  for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers
+  UNROLL for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers
     float values[4][4];
-#pragma clang loop unroll(full)
-    for (int n = 0; n < 4; ++n) {
+    UNROLL for (int n = 0; n < 4; ++n) {
       if (part + n >= OWN) continue;
       operands_at<4>(rows[part + n], 0, values[n]);
       move(rows[part + n], TURN);
     }
-#pragma clang loop unroll(full)
-    for (int n = 0; n < 4; ++n) {
+    UNROLL for (int n = 0; n < 4; ++n) {
       if (part + n >= OWN || (COUNT % STEP != 0 && first + (part + n) * STEP >= COUNT)) continue;
       own[(part + n) * STEP * (PITCH / 4)] = float4(values[n][0], values[n][1], values[n][2], values[n][3]);
     }
@@ -106,10 +101,8 @@ void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int e
   for (int part = 0; part < end; part += 32) {
     float values[OWN][1] = {};
     if (part + lane < left)
-#pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n) operands_at<1>(rows[n], part - 3 * lane, values[n]);
-#pragma clang loop unroll(full)
-    for (int n = 0; n < OWN; ++n)
+      UNROLL for (int n = 0; n < OWN; ++n) operands_at<1>(rows[n], part - 3 * lane, values[n]);
+    UNROLL for (int n = 0; n < OWN; ++n)
       if (COUNT % STEP == 0 || first + n * STEP < COUNT) own[n * STEP * PITCH + part] = values[n][0];
   }
 }
@@ -123,18 +116,15 @@ template <int ROWS, int SPAN>
 void multiply_quad(
     thread const float (&w)[2][4], threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
   float4 numbers[ROWS / 8][2];
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS / 8; ++r) {
+  UNROLL for (int r = 0; r < ROWS / 8; ++r) {
     numbers[r][0] = operands[2 * r * PITCH];
     numbers[r][1] = operands[2 * r * PITCH + SPAN / 4];
   }
   simdgroup_float8x8 left, right;
-#pragma clang loop unroll(full)
-  for (int m = 0; m < 4; ++m) {
+  UNROLL for (int m = 0; m < 4; ++m) {
     right.thread_elements()[0] = w[0][m];
     right.thread_elements()[1] = w[1][m];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS / 8; ++r) {
+    UNROLL for (int r = 0; r < ROWS / 8; ++r) {
       left.thread_elements()[0] = numbers[r][0][m];
       left.thread_elements()[1] = numbers[r][1][m];
       simdgroup_multiply_accumulate(total[r], left, right, total[r]);
@@ -147,8 +137,7 @@ void multiply_quad(
 template <int ROWS, class C>
 void multiply_turn(
     thread const C& columns, threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
-#pragma clang loop unroll(full)
-  for (int n = 0; n < C::QUADS; ++n) {
+  UNROLL for (int n = 0; n < C::QUADS; ++n) {
     float w[2][4];
     weights_of(columns, n, w);
     multiply_quad<ROWS, C::SPAN>(w, operands + n * C::STEP / 4, total);
@@ -166,8 +155,7 @@ void multiply_rest(
   const int end = left - 32 * slice - 4 * place;  // the end of K, counted from the lane's first number
   for (int part = 0; part + 32 * slice < left; part += 32 * SLICES) {
     float w[2][4] = {};
-#pragma clang loop unroll(full)
-    for (int m = 0; m < 4; ++m) {
+    UNROLL for (int m = 0; m < 4; ++m) {
       if (part + m >= end) continue;
       w[0][m] = float(own.columns[0][part + m]);
       w[1][m] = float(own.columns[1][part + m]);
@@ -208,18 +196,15 @@ struct ByTiles {
     threadgroup const float4* operands =
         (threadgroup const float4*)block.sums + row * (PITCH / 4) + (32 * slice + Own::SPAN * pair) / 4;
     simdgroup_float8x8 total[ROWS / 8];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    UNROLL for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       typename X::Row rows[OWN];
       Own columns;
-#pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n) {
+      UNROLL for (int n = 0; n < OWN; ++n) {
         find_row(x, min(block.b0 + simdgroup + n * STEP, B - 1), segment, rows[n]);
         move(rows[n], 4 * lane);
       }
-#pragma clang loop unroll(full)
-      for (int e = 0; e < 2; ++e) {
+      UNROLL for (int e = 0; e < 2; ++e) {
         const Index weight_row = Index(gate) * H + min(first_unit + pair + e, H - 1);
         find_column(columns, weights, e, weight_row, K, segment * length, lane, row, slice);
       }
@@ -242,14 +227,12 @@ struct ByTiles {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
     }
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS / 8; ++r)
+    UNROLL for (int r = 0; r < ROWS / 8; ++r)
       simdgroup_store(total[r], block.sums + (slice * ROWS + 8 * r) * COLUMNS + 8 * eight, COLUMNS);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells that it computes later
       for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS) {
-#pragma clang loop unroll(full)
-        for (int n = 1; n < SLICES; ++n) block.sums[cell] += block.sums[n * ROWS * COLUMNS + cell];
+        UNROLL for (int n = 1; n < SLICES; ++n) block.sums[cell] += block.sums[n * ROWS * COLUMNS + cell];
       }
     }
   }

@@ -115,8 +115,9 @@ class Definition(NamedTuple):
     words: frozenset[str]
 
 
-DEFINED = re.compile(r"\b(?:struct|enum|using)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)|\b(\w+)\(")
-"""A pattern that finds the name of a definition (a type, a constant or a function) in the source outside of braces."""
+DEFINED = re.compile(r"(?:\b(?:struct|enum|using)|#define)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)|\b(\w+)\(")
+"""A pattern that finds the name of a definition (a type, a macro, a constant or a function) in the source outside of
+braces."""
 
 
 @lru_cache(512)
