@@ -6,11 +6,11 @@ two versions all sequences of the batch have length T, there is no projection, a
 None as sequence lengths. T: steps, N: batch, I: input features, H: units, S: the width of h, L: layers, D: directions.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import recurrence
 from ..engines.choice import Engine, Stream
 from ._buffer import Attributes
 from ._stack import CudnnRNNBackpropOutput, Stack
@@ -168,7 +168,7 @@ def cudnn_rnn_v3(
     input_h: mx.array,
     input_c: mx.array,
     params: mx.array,
-    sequence_lengths: recurrence.Lengths,
+    sequence_lengths: mx.array | Sequence[int],
     *,
     rnn_mode: str = "lstm",
     input_mode: str = "linear_input",
@@ -342,7 +342,7 @@ def cudnn_rnn_backprop_v3(
     input_h: mx.array,
     input_c: mx.array,
     params: mx.array,
-    sequence_lengths: recurrence.Lengths,
+    sequence_lengths: mx.array | Sequence[int],
     output: mx.array,
     output_h: mx.array,
     output_c: mx.array,
