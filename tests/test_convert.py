@@ -725,6 +725,14 @@ def test_what_is_no_weights_is_told_so(value, tmp_path):
         convert.write(tmp_path / "a.npz", {"lstm": value})
 
 
+@pytest.mark.parametrize("path", [None, 3, b"a.npz", ["a.npz"]], ids=repr)
+def test_what_is_no_path_is_refused(path):
+    what = rf"^\[convert\] path must be a str or a Path but got {type(path).__name__}\.$"
+    for call in (lambda: convert.read(path), lambda: convert.write(path, {})):
+        with pytest.raises(ValueError, match=what):
+            call()
+
+
 def test_other_things_than_layers_are_refused(tmp_path):
     class Theirs:
         def parameters(self):

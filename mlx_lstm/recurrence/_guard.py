@@ -10,6 +10,7 @@ reason is a text that says why kernels are refused; "" means that they are corre
 `Choice` is an engine's name and the reason why it was chosen.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -171,7 +172,8 @@ def one_process_at_a_time() -> Iterator[None]:
 
         path = verdicts.file().with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        # O_NONBLOCK: a pipe in the file's place raises an error; without it, opening the pipe would wait forever.
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), "w")
     except (ImportError, OSError):  # no file locks, or no folder to write to
         yield
         return
