@@ -236,8 +236,7 @@ def write(
         {'lstm': ['lstm.Wx', 'lstm.Wh', 'lstm.bias']}
     """
     path = path_of(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent} is no folder")
+    check_folder(path)
     if path.suffix != _coreml_file.ENDING:
         ending_of(path, writes=True)
     if not isinstance(model, Model):
@@ -257,6 +256,15 @@ def write(
     if path.suffix == _coreml_file.ENDING:
         return _coreml_file.write(path, model.layers, force)
     replace(path, lambda partial: write_to(partial, model, style, keys, ways), force)
+
+
+def check_folder(path: Path) -> None:
+    """Check that the folder of a new file exists, and that this user may write to it: `replace` makes a temporary file
+    there."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is no folder")
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"no permission to write {path}, because its folder is read-only")
 
 
 def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:
