@@ -221,16 +221,11 @@ def from_ops(
         shapes = weight_shapes(len(order), ("I", H, "P"), 1 + bidirectional)
         for key, array in words.items():
             check_array(name, f"layers[{n}]: {key}", array, shapes[key])
-        ways = (
-            [part(words, way) for way in range(2)] if bidirectional else [words]
-        )  # each direction's part of the arrays
         directions = []
-        for arrays_of_way in ways:
-            b, bhn = (arrays_of_way.pop(key, None) for key in ("b", "bhn"))
-            # `rows_reordered` takes arrays by their names in `Weights`, where b is called bx. bhn has rows for one gate
-            # only, so it needs no reordering.
-            reordered = rows_reordered(arrays_of_way | ({} if b is None else {"bx": b}), order, OURS[op])
-            directions.append(reordered | from_one_bias(reordered.pop("bx", None), bhn))
+        for arrays_of_way in [part(words, way) for way in range(2)] if bidirectional else [words]:
+            ours = rows_reordered(arrays_of_way, order, OURS[op])
+            b, bhn = (ours.pop(key, None) for key in ("b", "bhn"))
+            directions.append(ours | from_one_bias(b, bhn))
         weights.append(directions)
     # The last argument names an array in error texts; word is its name in `Weights`.
     return checked(name, Weights(cell, weights, reverse), lambda layer, way, word: f"layers[{layer}]: {word}")

@@ -209,14 +209,18 @@ def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
 def by_names(op: str, weights: Weights, prefix: str = "") -> dict[str, mx.array]:
     """Return the parameters of a torch layer by name, as `to_torch` does. op: the name that error texts begin with.
     prefix: the beginning of each name."""
-    weights = as_stored(op, weights, FORMAT)  # refuses options that torch's layers do not have
     parameters = {}
-    for k, layer in enumerate(weights.layers):
+    for k, layer in enumerate(with_both_biases(op, weights).layers):
         for ending, arrays in zip(WAYS, layer, strict=False):  # ending: "" or "_reverse"
-            if weights.has_bias:
-                bx, bh = two_biases(arrays)  # zeros for a missing bias
-                arrays = arrays | {"bx": bx, "bh": bh}
-            parameters |= {
-                f"{prefix}{leaf}_l{k}{ending}": arrays[word] for leaf, word in NAMES.items() if word in arrays
-            }
+            named = {leaf: arrays[word] for leaf, word in NAMES.items() if word in arrays}
+            parameters |= {f"{prefix}{leaf}_l{k}{ending}": array for leaf, array in named.items()}
     return parameters
+
+
+def with_both_biases(op: str, weights: Weights) -> Weights:
+    """Return the weights as torch stores them: all directions of all layers have both biases, or none has any. Raise
+    ValueError for options that torch's layers do not have."""
+    weights = as_stored(op, weights, FORMAT)
+    if not weights.has_bias:
+        return weights
+    return weights.map(lambda arrays: arrays | dict(zip(("bx", "bh"), two_biases(arrays), strict=True)))

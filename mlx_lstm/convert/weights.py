@@ -9,8 +9,7 @@ candidate n, which the reset gate multiplies. A way is the number of a direction
 
 The fields of a cell are the options of its formula. cell.op is "lstm", "gru" or "rnn", cell.gates is G, and cell.reset
 says whether a GRU's reset gate acts "after" or "before" the recurrent product ("" in other cells). op is the public
-function with which error texts begin; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". title is a
-function that returns the name of an array in a format, for error texts.
+function with which error texts begin.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,8 +51,8 @@ CHOICES["clip_gradient"] = ("through", "zero")
 LIMITS = ("cell_clip", "projection_clip")
 """The options that are limits of an LSTM's clips. A limit of 0 or less means no limit."""
 
-ROWS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
-"""The number of rows of each of one direction's arrays: GH for G gates of H units, or P, the size of a projected h."""
+BY_GATE = ("Wx", "Wh", "bx", "bh", "b", "peephole")
+"""The arrays of one direction whose first axis has a block of H numbers for each gate."""
 
 
 class Format(NamedTuple):
@@ -246,9 +245,13 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
         fail(op, "reverse must be False for both directions", True)
     if weights.cell.projection_clip is not None and "Wp" not in first:
         fail(op, "projection_clip must be None without a projection", weights.cell.projection_clip)
-    for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
-        if word not in first:
-            fail(op, f"{title(0, 0, word)} must be there", "no such array")
+    matrices = ["Wx", "Wh", *(["Wp"] if "Wp" in first else [])]
+    for n, layer in enumerate(weights.layers):
+        for way, arrays in enumerate(layer):
+            for word in matrices:
+                if word not in arrays:
+                    fail(op, f"{title(n, way, word)} must be there", "no such array")
+    for word in matrices:
         check_array(op, title(0, 0, word), first[word], ["rows", "columns"])  # two axes of any size
     # Wh has GH rows and P columns. With a projection P is the number of rows of Wp, else P is H.
     rows, columns = first["Wh"].shape
@@ -266,9 +269,6 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     for n, layer in enumerate(weights.layers):
         shapes["Wx"] = [rows, D * P if n else weights.input_size]
         for way, arrays in enumerate(layer):
-            for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
-                if word not in arrays:
-                    fail(op, f"{title(n, way, word)} must be there", "no such array")
             for word, array in arrays.items():
                 if word in others:
                     rule = "all layers have it" if weights.cell.op == "lstm" else "the cell is an LSTM"
@@ -345,27 +345,22 @@ def in_bias(weights: Weights) -> Weights:
     cell = weights.cell
     if not (isinstance(cell, LSTMCell) and cell.forget_bias):
         return weights  # another cell, or a forget bias of 0
-    whole = weights._replace(cell=cell._replace(forget_bias=0.0))
-    return whole.map(lambda arrays: with_forget_bias(arrays, cell.forget_bias))
+
+    def with_forget_bias(arrays: Arrays) -> Arrays:
+        i, f, g, o = mx.split(two_biases(arrays)[0], 4)  # the blocks of bx, by gate
+        return arrays | {"bx": mx.concatenate([i, f + cell.forget_bias, g, o])}
+
+    return weights._replace(cell=cell._replace(forget_bias=0.0)).map(with_forget_bias)
 
 
 def evened(weights: Weights) -> Weights:
     """Return the weights with the same arrays in both directions of each layer. If only one direction has a bias or a
     peephole, the other direction gets zeros. Formats that store both directions in one array need this."""
-
-    def evened_layer(layer: Sequence[Arrays]) -> list[Arrays]:
-        every: Arrays = {name: array for arrays in layer for name, array in arrays.items()}
-        return [{name: arrays.get(name, mx.zeros_like(every[name])) for name in every} for arrays in layer]
-
-    return weights._replace(layers=[evened_layer(layer) for layer in weights.layers])
-
-
-def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:
-    """Return an LSTM's arrays with the number `forget_bias` added to the forget gate's part of the bias `bx` [4H]."""
-    rows = arrays["Wx"].shape[0]
-    bias = arrays.get("bx", mx.zeros((rows,), arrays["Wx"].dtype))
-    i, f, g, o = mx.split(bias, 4)  # by gate
-    return arrays | {"bx": mx.concatenate([i, f + forget_bias, g, o])}
+    layers = []
+    for layer in weights.layers:
+        zeros = {name: mx.zeros_like(array) for arrays in layer for name, array in arrays.items()}
+        layers.append([zeros | arrays for arrays in layer])
+    return weights._replace(layers=layers)
 
 
 def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
@@ -436,8 +431,8 @@ def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array
 
 def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
     """Return one direction's arrays with their rows moved from the gate order `before`, such as "ifgo", to `after`.
-    `Wp` stays as it is, since its rows do not belong to gates."""
-    return {name: reorder(array, before, after) if ROWS[name] == "GH" else array for name, array in arrays.items()}
+    `Wp` and `bhn` stay as they are, since they have no blocks for gates."""
+    return {name: reorder(array, before, after) if name in BY_GATE else array for name, array in arrays.items()}
 
 
 def gate_order(op: str, text: str, usual: str) -> str:
