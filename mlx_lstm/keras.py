@@ -4,8 +4,7 @@
 
 G: gates, H: units, I: input features. Keras' arrays are kernel [I, GH] (the input's weights), recurrent_kernel [H, GH]
 and bias, [GH] or, in a GRU, [2, 3H]. The arguments of `mlx_lstm.lstm`, `gru` and `rnn` are Wx [GH, I], Wh [GH, H], b
-[GH] and, in a GRU, bhn [H], the recurrent bias of the candidate. cell: the formula with its options. op: the name of
-the public function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+[GH] and, in a GRU, bhn [H], the recurrent bias of the candidate.
 """
 
 from collections.abc import Callable, Sequence

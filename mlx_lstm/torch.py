@@ -4,15 +4,6 @@ Constructors, parameters and their names, initialisation, shapes and results are
 different lengths come as a `PackedSequence`, or padded with the argument `lengths`, which takes less time. Sizes: L
 time, N batch, I input features, D directions, K layers, H hidden, S (`width`) the width of h: H, or `proj_size`.
 
-The names in the code are:
-
-- endings: the ends of parameter names, one per direction: "" and "_reverse".
-- op: the name of the class, with which error texts begin. `fail` and the `check_...` functions raise a ValueError.
-- cell: the formula of a step (`engines.cells`). gates: 4 in an LSTM, 3 in a GRU, 1 in an RNN.
-- states: a dict of the states "h" and, in an LSTM, "c". `Call.forward` runs one layer.
-- now: the call computes immediately on the CPU. Then NumPy does the small operations around the recurrence
-  (`by_numpy`), because it takes less time than MLX (`by_mlx`).
-
 A `state_dict` loads as it is. To load it from a file call `layer.load_weights("torch_layer.safetensors")`. To copy it
 from a torch layer in the same process, and back:
 

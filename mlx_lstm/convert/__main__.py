@@ -1,11 +1,8 @@
 """`python -m mlx_lstm.convert SRC DST`: convert the recurrent layers of a file into a file of any other kind. SRC is
 the file to read, DST the file to write.
 
-In this module `Model` is the contents of a file: layers (`Weights` by name), keys (for each layer the keys of its
-arrays), rest (all other arrays by key) and notes. `options` has the options of the command line as attributes.
+In this module `Model` is the contents of a file, and `options` has the options of the command line as attributes.
 `title(name)`, `some(names)` and `shown(text, LINE)` make texts from a foreign file safe and short enough to print.
-`fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...". `STYLES` has the values of --to, `WAYS`
-the default words for the two directions in keys.
 """
 
 import argparse

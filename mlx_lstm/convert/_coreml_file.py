@@ -2,8 +2,7 @@
 
 MIL is the language of Core ML models. Its operation lstm runs one layer, in one direction or both, so a stack of layers
 becomes several such operations. Sizes: K layers of a stack, D directions, T steps, I input features, H units. h_0 and
-c_0 are the first states, h_n and c_n the last states. weights.layers[layer][direction] is a dict of arrays in the gate
-order `OURS`. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...".
+c_0 are the first states, h_n and c_n the last states.
 """
 
 import os

@@ -4,11 +4,6 @@ The ending of a file's name selects its format. Files of arrays (.safetensors, .
 lstm.weight_ih_l0; the module `_keys` finds out to which layer each key belongs. Arrays do not show the options of a
 cell, so this package stores the options in the file's metadata, under the key `METADATA`. Files of Keras and ONNX
 describe their layers: the modules `_keras_file` and `_onnx_file` read and write them.
-
-An object `Weights` is one layer or a stack of layers. The argument style says which names the arrays have, such as
-"torch". keys is a template of keys, such as "{name}.{array}", or None for the usual keys. ways are the words for both
-directions in keys. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...". file.budget limits
-the memory and time that a foreign file may take; `shown` makes a name from such a file safe to print.
 """
 
 import json

@@ -2,8 +2,7 @@
 
 An HDF5 file is a tree of groups (folders) and datasets (arrays). A path such as model_weights/lstm/kernel names a group
 or a dataset. Both may have attributes, which are lists of texts in Keras files. The child process runs the script
-`_hdf5_child.py`, which reads the file and prints its contents. A `Budget` limits the memory and time that a foreign
-file may take. `broken(text)` raises a ValueError that says that the file is damaged.
+`_hdf5_child.py`, which reads the file and prints its contents.
 """
 
 import importlib.util

@@ -9,10 +9,7 @@ layers. A `.weights.h5` file of Keras has no configuration: there the shapes of 
 and Keras' default options are assumed.
 
 A place is the path of a layer's arrays in a Keras 3 file. A way is a direction: "", "forward" or "backward". A spec is
-a layer or model as Keras serializes it: a dict with class_name, config and other entries. An object `Weights` is one
-layer or a stack of layers. `Budget` limits the memory that a foreign file may take; `shown` makes a name from such a
-file safe to print. The tables: `KINDS` has our name of the cell by Keras' class, `CLASSES` the reverse, `NAMES` the
-names of a direction's arrays (kernel, recurrent_kernel, bias), `ACTIVATIONS` Keras' names of activations and ours.
+a layer or model as Keras serializes it: a dict with class_name, config and other entries.
 """
 
 import io

@@ -8,9 +8,7 @@ one layer and direction, or of both directions if they share arrays. A template 
 In `Weights` one direction's arrays are Wx [GH, I], Wh [GH, P], the biases bx and bh [GH], Wp [P, H] (a projection) and
 peephole. These names are called words; `ENTRIES` has the word for each leaf. A file may have other biases: b, the only
 bias, and bhn [H], the recurrent bias of a GRU's candidate. Sizes: G gates, H units, I input features, P numbers in h, D
-directions, K layers. `OF_GATES` has the kind of cell ("lstm", "gru", "rnn") by G, `OURS` our gate order by kind, and
-`KERAS_NAMES` Keras' leaves (kernel, recurrent_kernel, bias). `fail("convert", rule, got)` raises the ValueError
-"[convert] rule but got ...".
+directions, K layers.
 """
 
 import re

@@ -3,11 +3,8 @@
 A model is a graph of nodes. A node has a type, inputs and outputs, which are names of arrays; an empty name stands for
 an input that is not passed. The inputs of a recurrent node are W (input weights), R (recurrent weights), B (both
 biases), P (peephole weights) and others (`INPUTS`). An array in the file is a tensor: an initializer, or the value of a
-Constant node. Its bytes may lie in another file (external data). The file itself is a message of protobuf.
-
-Sizes: T steps, N batch items, I input features, H units, L layers of a stack, D directions. A `Budget` limits the
-memory that a foreign file may take; `shown` makes a name from such a file safe to print. `fail("convert", rule, got)`
-and `broken(text)` raise a ValueError.
+Constant node. Its bytes may lie in another file (external data). The file itself is a message of protobuf. Sizes: T
+steps, N batch items, I input features, H units, L layers of a stack, D directions.
 """
 
 from collections.abc import Mapping, Sequence

@@ -13,8 +13,7 @@ gates of an lstm are i, f, c, o, of a gru r, u, n; rnn_relu and rnn_tanh have on
 this layout; TensorFlow's documentation calls the buffer opaque.
 
 This package joins the matrices W_g of all gates into one array Wx, and R_g, bW_g, bR_g into Wh, bW, bR; Pr is Wp. In
-`Weights` the biases are called bx and bh. A mode is cuDNN's rnn_mode, such as "lstm". A way is a direction, 0 or 1. op
-is the public function with which error texts begin; `fail(op, rule, got)` raises a ValueError "[op] rule but got ...".
+`Weights` the biases are called bx and bh.
 """
 
 from itertools import accumulate

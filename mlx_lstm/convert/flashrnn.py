@@ -4,10 +4,7 @@ FlashRNN divides the hidden units of a layer into N heads of D units. A head is 
 recurrent weights read only its own h. So each head becomes one `Weights` of one layer, and the heads run side by side.
 
 FlashRNN's arrays are W [G, N, D, I] (input weights), R [G, N, D, D] (recurrent weights) and b [G, N, D] (biases), for G
-gates and I input features of a head. For one head, `Weights` has Wx [G D, I], Wh [G D, D] and bx, bh [G D];
-Weights(cell, [[arrays]]) is one layer of one direction. op is the public function with which error texts begin.
-`check_array(op, name, array, shape)` raises a ValueError for a wrong shape; a text such as "N" in the shape stands for
-any size. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+gates and I input features of a head. For one head, `Weights` has Wx [G D, I], Wh [G D, D] and bx, bh [G D].
 """
 
 from collections.abc import Mapping, Sequence

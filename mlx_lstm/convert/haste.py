@@ -3,9 +3,7 @@
 haste's arrays are kernel [I, G H] (input weights), recurrent_kernel [H, G H], bias [G H] and, of a GRU, recurrent_bias
 [3H], for I input features, H units and G gates. An IndRNN, whose units are independent of each other, has
 recurrent_scale [H] instead of recurrent_kernel. `Weights` has the transposed matrices Wx and Wh, and the biases bx and
-bh, in the gate order `OURS`; Weights(cell, [[arrays]]) is one layer of one direction. op is the public function with
-which error texts begin. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". `check_array` raises a
-ValueError for a wrong shape; a letter in the shape stands for any size.
+bh.
 """
 
 from typing import Any

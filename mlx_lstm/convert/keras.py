@@ -2,12 +2,10 @@
 
 Keras' arrays of one direction are kernel [I, GH] (input weights), recurrent_kernel [H, GH] and bias [GH], for I input
 features, G gates and H units. A GRU with reset_after has two biases in one array, [2, 3H]. `Weights` has the transposed
-matrices Wx and Wh, and the biases bx and bh, in the gate order `OURS`; Keras' gate order is `ORDERS`.
+matrices Wx and Wh, and the biases bx and bh.
 
-The kind of a cell is "lstm", "gru" or "rnn". A way is a direction of a layer. A config is a layer as Keras serializes
-it: a dict with its class_name and with config, the dict of its options. A slope says which hard_sigmoid a version of
-Keras has: "x/5" (Keras 2) or "x/6" (Keras 3). op is the public function with which error texts begin; `fail(op, rule,
-got)` raises the ValueError "[op] rule but got ...".
+A way is a direction of a layer. A config is a layer as Keras serializes it: a dict with its class_name and with config,
+the dict of its options. A slope says which hard_sigmoid a version of Keras has: "x/5" (Keras 2) or "x/6" (Keras 3).
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,7 @@ reads the parameters of a layer calls `describe` first.
 
 A layer is a module of `mlx.nn`, a module of this package, any other object with arrays as attributes, or a dict of
 arrays. A module of MLX is a dict, too, whose entries are its parameters and submodules. In all functions op is the name
-of the public function, with which error texts begin, and name is the layer's name in an error text. `fail(op, rule,
-got)` raises the ValueError "[op] rule but got ...".
+of the public function, with which error texts begin, and name is the layer's name in an error text.
 """
 
 from collections.abc import Callable, Mapping

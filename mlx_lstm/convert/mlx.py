@@ -1,12 +1,9 @@
 """Convert the parameters of MLX's layers, and the arguments of `mlx_lstm.lstm`, `gru` and `rnn`, to `Weights` and
 back.
 
-In `Weights` one direction's arrays are Wx, Wh, the biases bx and bh of their products, Wp (a projection) and peephole,
-in the gate order i, f, g, o or r, z, n (`OURS`). These names are called words. MLX and the functions of this package
-have a single bias b instead, the sum of bx and bh, and for a GRU also bhn, the recurrent bias of the candidate n. A way
-is a direction, 0 forward or 1 reverse. cell.op is "lstm", "gru" or "rnn"; `CELLS` has the class of cell by this name,
-`OF_GATES` this name by the number of gates. op is the public function with which error texts begin; `fail(op, rule,
-got)` raises the ValueError "[op] rule but got ...".
+In `Weights` one direction's arrays are Wx, Wh, the biases bx and bh of their products, Wp (a projection) and peephole.
+These names are called words. MLX and the functions of this package have a single bias b instead, the sum of bx and bh,
+and for a GRU also bhn, the recurrent bias of the candidate n. A way is a direction, 0 forward or 1 reverse.
 """
 
 from collections.abc import Mapping, Sequence

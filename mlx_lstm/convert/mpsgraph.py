@@ -2,9 +2,7 @@
 
 An op of MPSGraph (Apple's framework) gets arrays and a descriptor, an object whose properties are the options of the
 cell. Apple calls the arrays input_weight, recurrent_weight, bias, secondary_bias (the recurrent bias of a GRU's
-candidate) and peephole; `WORDS` has the names of `mlx_lstm.lstm` and `gru`: Wx, Wh, b, bhn, peephole. `MPSGRAPH` has
-Apple's gate orders by the kind of cell ("lstm", "gru" or "rnn"), `OURS` the gate order of `Weights`. op is the public
-function with which error texts begin; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+candidate) and peephole; `WORDS` has the names of `mlx_lstm.lstm` and `gru`: Wx, Wh, b, bhn, peephole.
 """
 
 from collections.abc import Mapping, Sequence

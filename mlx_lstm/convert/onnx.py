@@ -2,13 +2,7 @@
 
 A node has a type, arrays as inputs, and attributes (options by name). The arrays are W [D, GH, I] (input weights), R
 [D, GH, H] (recurrent weights), B [D, 2GH] (both biases side by side) and P [D, 3H] (peephole weights), for D
-directions, G gates, H units and I input features.
-
-In `Weights` one direction's arrays are Wx, Wh, bx, bh and peephole, in the gate order `OURS`. The kind of a cell is
-"lstm", "gru" or "rnn". cell.activations has the activations of i, f, g, o and the output of an LSTM, of r, z, n of a
-GRU. op is the public function with which error texts begin. `check_array(op, name, array, shape)` raises a ValueError
-for a wrong shape; a text such as "I" in the shape stands for any size. `fail(op, rule, got)` raises the ValueError
-"[op] rule but got ...".
+directions, G gates, H units and I input features. In `Weights` one direction's arrays are Wx, Wh, bx, bh and peephole.
 """
 
 from collections.abc import Mapping

@@ -2,10 +2,7 @@
 
 torch's name of an array, such as weight_ih_l0_reverse, has three parts: the leaf (weight_ih), the layer's number, and
 the direction. The way of an array is the number of its direction: 0 forward, 1 reverse. The word of an array is its
-name in `Weights`: Wx, Wh, bx, bh or Wp (a projection). `NAMES` has the word by leaf, `KEYS` the leaf by word, and
-`OF_GATES` the kind of cell ("lstm", "gru", "rnn") by the number of gates. title is a function (layer, way, word) that
-returns an array's name for error texts. op is the public function with which error texts begin; `fail(op, rule, got)`
-raises the ValueError "[op] rule but got ...".
+name in `Weights`: Wx, Wh, bx, bh or Wp (a projection).
 """
 
 import re

@@ -5,11 +5,8 @@ Sizes: G gates, H units, I input features, D directions; P is the size of h, whi
 are one block of H rows for each gate, in a gate order such as "ifgo". One direction's arrays are a dict with these
 names: Wx [GH, I], Wh [GH, P], the biases bx and bh [GH] of the two products, Wp [P, H] (a projection), peephole [4H].
 The functions of this package have a single bias b [GH] instead of bx and bh, and bhn [H], the recurrent bias of a GRU's
-candidate n, which the reset gate multiplies. A way is the number of a direction, 0 forward or 1 reverse.
-
-The fields of a cell are the options of its formula. cell.op is "lstm", "gru" or "rnn", cell.gates is G, and cell.reset
-says whether a GRU's reset gate acts "after" or "before" the recurrent product ("" in other cells). op is the public
-function with which error texts begin.
+candidate n, which the reset gate multiplies. A way is the number of a direction, 0 forward or 1 reverse. op is the
+public function with which error texts begin.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,10 +1,5 @@
-"""Check the ops' attributes and the size of the parameter buffer. `convert.cudnn` describes the buffer's layout.
-
-The parameter buffer is one array with all weights and biases. `where` is its `Layout`, which has the sizes of the call:
-L layers, D directions, I input features, H units, P the width of the projection (0 without one), and the flag skip:
-layer 0 has no input matrices. op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op]
-rule but got ...".
-"""
+"""Check the ops' attributes and the size of the parameter buffer, one array with all weights and biases.
+`convert.cudnn` describes the buffer's layout."""
 
 from typing import NamedTuple
 

@@ -1,20 +1,15 @@
 """Run a stack of recurrent layers: each layer is one call of `mlx_lstm.recurrence`. Store the results in the reserve
-space and read them again in the backward pass.
+space, one array, and read them again in the backward pass.
 
-The names of this module are:
-
-- The reserve space is one array in which the forward pass saves what the backward pass needs.
-- params: the parameter buffer, one array with all weights and biases. `layer_arrays` divides it, `join_layers` makes
-  it. where: its `Layout`, with the sizes of the call: L layers, D directions, H units, S the width of h, G gates per
-  unit; mode, the kind of layer ("lstm", "gru", "rnn_relu", "rnn_tanh"); skip, whether layer 0 has no input matrices.
+- params: the parameter buffer, one array with all weights and biases. where: its `Layout`, with the sizes of the call:
+  L layers, D directions, H units, S the width of h, G gates per unit; mode, the kind of layer ("lstm", "gru",
+  "rnn_relu", "rnn_tanh"); skip, whether layer 0 has no input matrices.
 - N: batch, T: steps, I: input features. A dot in a shape stands for any width.
 - The arrays of one layer are in a dict by the names of `mlx_lstm.recurrence`: Wx, Wh, b, bhn (a GRU candidate's
   recurrent bias), the sequences x, h, c and gates [T, N, .], the first states h0, c0, the last states hT, cT [N, .].
   The names of gradients begin with d.
 - first, last: dicts of the states of all layers, [L, N, .].
 - factors: the dropout factors on a layer's h, each 0 or 1 / (1 - probability); None without dropout.
-- op: the name of the user's function in errors. `check_array(op, name, array, shape)` and `fail(op, rule, got)` raise a
-  ValueError; in a shape a string such as "T" stands for any size.
 """
 
 from collections.abc import Sequence

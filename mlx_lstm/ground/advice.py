@@ -1,9 +1,5 @@
 """Put advice into the error texts of layers: if a user writes a name of another framework, such as `device=` or
-`.to()`, the error says what to write here.
-
-`Advised` is the base class of the layers. `advised` decorates their constructors and their `__call__`. op: a layer's
-name in error texts, such as "nn.LSTM" or "torch.GRU". The tables below map names of other frameworks to advice.
-"""
+`.to()`, the error says what to write here. The tables below map names of other frameworks to advice."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps

@@ -1,10 +1,7 @@
 """Make a layer with any option of the cell from weights of any format.
 
 A `Weights` has the weights of a stack of layers, in the same layout for all file formats, and the cell (the formula and
-its options). B: sequences, T: steps, I: input features, H: units, P: the width of h, K: layers, D: directions. `Call`
-runs one layer. `to_ops` returns for each layer a dict of arrays by the argument names of `lstm`, `gru` or `rnn`.
-`fail(OP, rule, got)` raises the ValueError "[nn.from_weights] rule but got ..."; `check_array(OP, name, array, shape)`
-checks a shape, in which a string such as "B" stands for any size.
+its options). B: sequences, T: steps, I: input features, H: units, P: the width of h, K: layers, D: directions.
 """
 
 from collections.abc import Sequence

@@ -3,16 +3,10 @@
 `Layer` is the base class: it has the constructor, the checks, and the call of the recurrence. A subclass adds its cell
 (the formula), its number of gates (`_gates`), and `_names`, {parameter: argument of `mlx_lstm.lstm`, `gru` or `rnn`}.
 
-- D: features of the input (input_size; `mlx.nn` prints it as input_dims), H: hidden units (hidden_size), L: time steps,
-  B: sequences, "...": any number of batch axes. hidden and cell are the states h and c.
-- keep: a factor on the states before a step. hold: steps that leave the states unchanged. lengths: the number of steps
-  of each sequence.
-- op: the name of the layer in errors, such as "nn.LSTM". `fail(op, rule, got)` raises the ValueError "[op] rule but got
-  ...". `advised` adds advice to the error of a method that gets an option which it does not have.
-- `NormOptions` has the options of layer normalisation without arrays. `norm_given` returns the `Norm` that a user would
-  write for them.
-- NONLINEARITIES: the functions that `mlx_lstm.rnn` has as activations. `activation_of` returns the name of such an
-  activation.
+D: features of the input (input_size; `mlx.nn` prints it as input_dims), H: hidden units (hidden_size), L: time steps,
+B: sequences, "...": any number of batch axes. hidden and cell are the states h and c. keep: a factor on the states
+before a step. hold: steps that leave the states unchanged. lengths: the number of steps of each sequence. op: the name
+of the layer in errors, such as "nn.LSTM".
 """
 
 import math

@@ -1,11 +1,5 @@
-"""`Pointwise`, a recurrent layer whose cell is a function that the user writes.
-
-B: sequences, L: time steps, D: features of the input, H: units, G: gates. `OwnCell` is the function with its
-options, (function, gates, states, params, apart, recurrent, norm). `norm_given` returns the `Norm` that a user would
-write for the options of layer normalisation and their arrays. `fail(OP, rule, got)` raises the ValueError
-"[nn.Pointwise] rule but got ..."; `check_array(OP, name, array, shape)` checks a shape, in which a string such as "B"
-stands for any size.
-"""
+"""`Pointwise`, a recurrent layer whose cell is a function that the user writes. B: sequences, L: time steps, D:
+features of the input, H: units, G: gates."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,21 +1,13 @@
 """Run lists of layers as one layer; each layer has the parameters of a recurrent layer of `mlx.nn`.
 
-The names of this module are:
-
 - B: sequences, T: steps, D: features that a layer reads, H: units, P: the width of h (H, or the width of a projection),
   K: layers.
-- A side is one direction of all layers: the list `layers` (forward) or the list `reverse`.
-- A way is one direction of one layer.
+- A side is one direction of all layers: the list `layers` (forward) or the list `reverse`. A way is one direction of
+  one layer.
 - A depth is the list of the layers that read the same output of the layer before. It has one layer, or with `groups`
   several that run side by side, each on its part of the features.
-- arrays: a dict by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn, Wp. `join` puts both
-  directions into one array; `half` and `part` take one direction out of it.
-- now: the call computes immediately, so converted arrays may come from a cache. `derived(now, name, arrays, function)`
-  returns `function(arrays)`, or its earlier result from the cache.
-- `describe` returns what an object that the caller passed has: its arrays, other entries, nonlinearity, dropout.
-- `OwnCell` is a cell that the user wrote.
-- `fail(OP, rule, got)` raises the ValueError "[nn.stack] rule but got ...". `check_array(OP, name, array, shape)`
-  checks a shape.
+- arrays: a dict by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn, Wp.
+- now: the call computes immediately, so converted arrays may come from a cache.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,5 @@
-"""The function `stepper`, which runs a list of layers one time step at a time.
-
-It reads the layers by the functions `read_sides` and `read_depths` of `stack`. Their errors begin with the name of
-`stack` (STACK), which is replaced by the name of this function (OP).
-"""
+"""The function `stepper`, which runs a list of layers one time step at a time. The errors of the functions of `stack`
+that it calls begin with the name of `stack` (STACK), which is replaced by the name of this function (OP)."""
 
 from collections.abc import Sequence
 from typing import Any
