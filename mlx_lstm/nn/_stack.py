@@ -22,7 +22,7 @@ import numpy as np
 from ..convert import Weights, from_names
 from ..convert.layers import Description, describe
 from ..engines.at_once import by_mlx, by_numpy, computes_now, derived
-from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.cells import ACTIVATIONS, Cell, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.directions import half, join, part
 from ..engines.packing import Quantized
@@ -498,7 +498,7 @@ def read_named(
     Wx, Wh = (list(held[key].shape) if key in held else [] for key in list(kind._names)[:2])
     norms = layer._norm_arrays() if isinstance(layer, Layer) else {}  # the parameters of layer normalisation
     held = {key: array for key, array in held.items() if key not in norms}
-    if not (held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]):
+    if not (held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._cell_class.gates * Wh[1]):
         return None
     # If bhn is as long as all gates, the object is not in the format of mlx.nn, where bhn is [H]: some formats call
     # a GRU's whole second bias [3H] bhn. Then `from_names` reads the arrays.
@@ -510,13 +510,13 @@ def read_named(
             check_array(OP, f"{name}.{key}", value, shape=None)  # raises the error
     arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
     titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
-    cell: Cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else LSTMCell() if kind is LSTM else GRUCell()
+    cell: Cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else kind._cell_class()
     if isinstance(layer, Layer):
         cell, arrays = cell._replace(norm=layer._norm), arrays | norms
     check_nonlinearity(name, cell, found.nonlinearity)
     # own: the last three fields of a `StackedLayer`, engine, every and owners; layers of `mlx.nn` have none.
     own: Any = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
-    return StackedLayer(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
+    return StackedLayer(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // cell.gates, *own)
 
 
 def check_nonlinearity(name: str, cell: Cell, act: str | None) -> None:
