@@ -76,14 +76,12 @@ def convert(options: argparse.Namespace) -> list[str]:
         write(target, model, force=options.force)
         return [f"{source} -> {target}", *source_lines(model), "  not read again: Core ML packages are only written"]
 
-    # Write the new file to the temporary path `partial` and read it again. Return what was read, and the lines about #
-    # differences. Without --keys the new keys contain the words for directions that the style prescribes, so the words
-    # # in `ways` are passed to `write_to` only with --keys.
+    # Write the new file to the temporary path `partial` and read it again. Return what was read, and the lines about
+    # differences. Without --keys the style prescribes the words for directions, so `ways` is passed only with --keys.
     def write_and_read(partial: Path) -> tuple[Model, list[str]]:
         write_to(partial, model, style, options.keys, options.ways if options.keys else None)
         again = read(partial, keys=options.keys if has_keys else None, ways=ways)
-        # Compare the numbers of layers before and after. A layer's name may look like a number or a direction in a key,
-        # so that `read` would divide the arrays into other layers.
+        # A layer's name may look like a number or a direction in a key, so that `read` would find other layers.
         numbers = [sum(len(weights.layers) for weights in each.layers.values()) for each in (model, again)]
         if numbers[0] != numbers[1]:
             raise ValueError(f"{target} would be read as {numbers[1]} layers, not {numbers[0]}: give other --keys")

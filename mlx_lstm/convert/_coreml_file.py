@@ -66,22 +66,22 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
             model_of(tools, layers, arrays).save(str(new))
         except RuntimeError as error:  # of coremltools' own writer, for example if the disk is full
             raise OSError(f"coremltools could not write {path}: {shown(error)}") from error
-        if path.exists():
-            if not force:
-                raise FileExistsError(f"{path} exists")
-            # The old package is moved into a separate folder, not into the temporary one, so that it is not deleted if
-            # it cannot be renamed back.
-            aside = Path(tempfile.mkdtemp(dir=path.parent, prefix="."))
-            os.replace(path, old := aside / f"old{ENDING}")
-            try:
-                os.replace(new, path)
-            except BaseException:
-                os.replace(old, path)
-                aside.rmdir()
-                raise
-            shutil.rmtree(aside)
-        else:
+        if not path.exists():
             os.replace(new, path)
+            return
+        if not force:
+            raise FileExistsError(f"{path} exists")
+        # The old package is moved into a separate folder, not into the temporary one, so that it is not deleted if it
+        # cannot be renamed back.
+        aside = Path(tempfile.mkdtemp(dir=path.parent, prefix="."))
+        os.replace(path, old := aside / f"old{ENDING}")
+        try:
+            os.replace(new, path)
+        except BaseException:
+            os.replace(old, path)
+            aside.rmdir()
+            raise
+        shutil.rmtree(aside)
 
 
 def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[Arrays]]) -> Any:

@@ -45,7 +45,7 @@ class Contents(NamedTuple):
         return joined
 
 
-def load() -> None:
+def check_h5py() -> None:
     """Raise ImportError if the package h5py is missing."""
     if importlib.util.find_spec("h5py") is None:
         raise ImportError(".keras and .h5 files need the package h5py: pip install '.[convert]'")
@@ -54,7 +54,6 @@ def load() -> None:
 def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
     """Return the contents of an HDF5 file. `source` is the open file or, from inside a .keras zip, its bytes. Raise
     ValueError if the file is damaged, or takes more memory or time than `budget` has."""
-    load()  # raises an error if h5py is missing
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
     script = str(Path(__file__).with_name("_hdf5_child.py"))

@@ -71,6 +71,10 @@ class Format(NamedTuple):
     is_layer: bool = False
 
 
+Found = tuple[dict[str, "Weights"], dict[str, Any], dict[str, list[str]], list[str]]
+"""What a reader of a file returns: the layers by name, the other arrays by key, the keys of each layer, and notes for
+the user."""
+
 Title = Callable[[int, int, str], str]
 """The type of a function (layer, way, word) that returns the name of an array in a format, for error texts. layer, way:
 the numbers of the array's layer and direction. word: its name in `Weights`, such as "Wx"."""
