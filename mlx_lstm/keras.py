@@ -63,9 +63,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
         >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
-    # [4]: the bias has shape [4H]. `one_direction` refuses a missing recurrent_kernel with a text that shows the right
-    # call.
-    return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias, *more), [4])
+    return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias, *more), [4])  # bias [4H]
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -107,9 +105,8 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    # [3], [2, 3]: the bias has shape [3H] or [2, 3H]. `one_direction` refuses a missing recurrent_kernel with a text
-    # that shows the right call.
-    return one_direction("gru_from_keras", "gru", (kernel, recurrent_kernel, bias, *more), [3], [2, 3])
+    arrays = kernel, recurrent_kernel, bias, *more
+    return one_direction("gru_from_keras", "gru", arrays, [3], [2, 3])  # bias [3H] or [2, 3H]
 
 
 def gru_to_keras(
@@ -159,9 +156,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> rnn(mx.ones((10, 2, 3)), **keras.rnn_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    # [1]: the bias has shape [H]. `one_direction` refuses a missing recurrent_kernel with a text that shows the right
-    # call.
-    return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias, *more), [1])
+    return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias, *more), [1])  # bias [H]
 
 
 def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -244,11 +239,8 @@ def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]
         rule = f"the arrays must be those of one layer (bidirectional_from_keras({op}, weights) takes both directions),"
         fail(op, rule, f"{len(weights)} arrays")
     if weights[1] is None:
-        fail(
-            op,
-            f"the arguments must be the arrays of a layer, as in {op}(*layer.get_weights()),",
-            type(weights[0]).__name__,
-        )
+        rule = f"the arguments must be the arrays of a layer, as in {op}(*layer.get_weights()),"
+        fail(op, rule, type(weights[0]).__name__)
     arrays = direction(op, kind, weights, biases=biases)  # Wx, Wh and maybe the biases bx and bh of their products
     # A GRU has two biases exactly if it has reset_after=True. CELLS: {kind: class of its cell}.
     cell = GRUCell(reset="after" if "bh" in arrays else "before") if kind == "gru" else CELLS[kind]()

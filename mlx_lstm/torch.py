@@ -124,9 +124,8 @@ class Layers(Advised):
             check_flag(self.op, name, flag)
         self.dropout: float = check_probability(self.op, "dropout", dropout)
         if self.dropout and self.num_layers == 1:
-            warn_once(
-                f"[{self.op}] dropout={self.dropout:g} has no effect on one layer: it drops outputs between layers."
-            )
+            rule = "has no effect on one layer: it drops outputs between layers."
+            warn_once(f"[{self.op}] dropout={self.dropout:g} {rule}")
         self.proj_size: int = check_integer(self.op, "proj_size", proj_size, least=0)
         if self.proj_size >= self.hidden_size:
             fail(self.op, f"proj_size must be less than hidden_size = {self.hidden_size}", proj_size)

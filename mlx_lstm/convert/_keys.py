@@ -548,9 +548,8 @@ def keys_of(
             for leaf, array in arrays.items():
                 key = template.format(name=name, layer=layer, way=words[way], array=leaf).lstrip(".")
                 if key in by_key:  # a template without {layer} or {way}
-                    fail(
-                        "convert", f"keys must have {{layer}} and {{way}} for {K} layers and {D} directions", repr(keys)
-                    )
+                    rule = f"keys must have {{layer}} and {{way}} for {K} layers and {D} directions"
+                    fail("convert", rule, repr(keys))
                 by_key[key] = array, Place(name, layer, way)
     return by_key
 

@@ -79,7 +79,7 @@ def describe(op: str, name: str, layer: Any) -> Description:
     arrays: dict[str, Any] = {}
     others: dict[str, str] = {}
     for key, value in attributes.items():
-        if type(value) in SCALARS or is_private(key):  # SCALARS: types that hold no array, such as int
+        if type(value) in SCALARS or key[:1] == "_":  # as in MLX, an attribute with an underscore is no parameter
             continue
         if isinstance(value, (mx.array, np.ndarray)):
             arrays[key] = value
@@ -105,12 +105,6 @@ def check_keys(op: str, arrays: Mapping[Any, Any]) -> None:
     for key in arrays:
         if not isinstance(key, str):
             fail(op, "the keys of arrays must be texts", repr(key))
-
-
-def is_private(key: str) -> bool:
-    """Return whether the name of an attribute begins with an underscore. As in MLX, such an attribute is no
-    parameter."""
-    return key[:1] == "_"
 
 
 def class_of(op: str, name: str, layer: object) -> type | None:

@@ -112,9 +112,8 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
             fail(op, "nonlinearity must be the same for all layers", ", ".join(map(repr, sorted(given))))
         cell = RNNCell(acts[0])
     # theirs: MLX's name by our name of an array, for error texts. bx is called like MLX's single bias, bh like bhn.
-    theirs = {ours: key for key, ours in names.items()} | {
-        "bx": next(key for key, ours in names.items() if ours == "b")
-    }
+    theirs = {ours: key for key, ours in names.items()}
+    theirs["bx"] = theirs["b"]
     titles = ("layers", "reverse")
     return checked(
         op, Weights(cell, weights), lambda layer, way, word: f"{titles[way]}[{layer}].{theirs.get(word, 'bhn')}"

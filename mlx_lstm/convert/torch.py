@@ -77,11 +77,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     nonlinearity = getattr(layer, "nonlinearity", nonlinearity)
     check_forward(op, layer)
     if any(isinstance(value, (dict, list)) for value in whole.values()):  # a module of MLX with modules inside
-        fail(
-            op,
-            "arrays must be a layer, not a model of MLX: pass model.lstm or what the layer is called,",
-            sorted(whole),
-        )
+        rule = "arrays must be a layer, not a model of MLX: pass model.lstm or what the layer is called,"
+        fail(op, rule, sorted(whole))
     check_prefix(op, whole, arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}  # by (layer, direction), the arrays by name
     # The arrays of a cell, such as LSTMCell, have no layer and no direction in their names: two empty groups match.
@@ -125,9 +122,8 @@ def check_prefix(op: str, whole: Mapping[str, Any], arrays: Mapping[str, Any], p
         fail(op, rule, repr(prefix))
     # A key with a dot after the prefix belongs to a layer inside, so the prefix selects several layers.
     if len(found) > 1 and any("." in key[len(prefix) :] for key in arrays):
-        fail(
-            op, f"prefix must select one layer: layers found: {', '.join(map(repr, map(shown, found)))},", repr(prefix)
-        )
+        rule = f"prefix must select one layer: layers found: {', '.join(map(repr, map(shown, found)))},"
+        fail(op, rule, repr(prefix))
 
 
 def assembled(
@@ -158,12 +154,8 @@ def assembled(
                 fail(op, f"{title(*layer_and_way, word)} must be there", "no such key")
     kind = OF_GATES[gates_of(op, parts[0, 0], title(0, 0, "Wh"))]  # "lstm", "gru" or "rnn"
     # foreign: options that this cell does not have, and the two options that concern the directions, not the cell.
-    foreign = {
-        "bidirectional",
-        "reverse",
-        *(["reset"] if kind != "gru" else []),
-        *(["activation"] if kind != "rnn" else []),
-    }
+    own = {"lstm": set(), "gru": {"reset"}, "rnn": {"activation"}}[kind]
+    foreign = {"bidirectional", "reverse", "reset", "activation"} - own
     cell = cell_of(op, kind, {name: value for name, value in options.items() if name not in foreign})
     layers = [[parts[layer, way] for way in range(D)] for layer in range(K)]
     return checked(op, Weights(cell, layers, bool(options.get("reverse", False))), title)

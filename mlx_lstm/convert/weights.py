@@ -186,9 +186,8 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
         fail(op, f"options must be those of a {name} cell", ", ".join(sorted(unknown)))
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     if options.get("norm") is not None:
-        fail(
-            op, "norm must be None, as no Weights hold layer normalisation (nn.LSTM(layer_norm=) does)", options["norm"]
-        )
+        rule = "norm must be None, as no Weights hold layer normalisation (nn.LSTM(layer_norm=) does)"
+        fail(op, rule, options["norm"])
     # Check each value by the kind of its option. usual: the default value of the option.
     default = CELLS[name]()
     for key, value in options.items():

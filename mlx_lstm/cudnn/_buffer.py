@@ -17,9 +17,7 @@ class Attributes(NamedTuple):
     """The attributes that all ops of `mlx_lstm.cudnn` have, as the caller passed them."""
 
     rnn_mode: str  # "lstm", "gru", "rnn_tanh" or "rnn_relu"
-    input_mode: (
-        str  # "skip_input": layer 0 has no input matrices; "linear_input", or "auto_select": skip_input if I = H
-    )
+    input_mode: str  # "linear_input", "skip_input": layer 0 has no input matrices, "auto_select": skip_input if I = H
     direction: str  # "unidirectional" or "bidirectional"
     dropout: float  # the probability that an element of a layer's output is dropped, between layers
     seed: int  # its low 32 bits are the high half of the 64-bit random seed of dropout

@@ -146,11 +146,8 @@ class Stack(NamedTuple):
             saved = unpack(self.op, self.forward_name, shapes, reserve_space, x.dtype)
             # The reserve space lacks h of the top layer, because the caller has it: it is the forward op's output.
             saved[-1]["h"] = self.convert_sequence(outputs[0])
-            dh, last = (
-                self.convert_sequence(cotangents[0]),
-                self.states_by_layer(where, dhT=cotangents[1], dcT=cotangents[2]),
-            )
-            d = last | {"dh": dh}
+            d = self.states_by_layer(where, dhT=cotangents[1], dcT=cotangents[2])
+            d["dh"] = self.convert_sequence(cotangents[0])
             options = {"lengths": lengths, "engine": self.engine}
             gradients = run_layers_backward(where, params, x, first, saved, d, options)
             dx = gradients[0]["x"]
@@ -161,9 +158,8 @@ class Stack(NamedTuple):
             else:  # input_c has no effect, and may be any value
                 dc0 = mx.zeros_like(input_c) if isinstance(input_c, mx.array) else mx.zeros((), input.dtype)
             dparams = join_layers(where, [buffer_gradients(where, layer) for layer in gradients])
-            return CudnnRNNBackpropOutput(
-                self.convert_sequence(dx), self.join_states(where, gradients, "h0"), dc0, dparams
-            )
+            dh0 = self.join_states(where, gradients, "h0")
+            return CudnnRNNBackpropOutput(self.convert_sequence(dx), dh0, dc0, dparams)
 
     def convert_shape(self, shape: Sequence[Any]) -> list[Any]:
         """Convert the shape of a sequence [T, N, .] or of states [L D, N, .] to the caller's layout, or back: if

@@ -472,8 +472,7 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
             if isinstance(array, np.ndarray):
                 check_array(OP, f"{name}.{key}", array, shape=None)  # raises the error: `from_names` would take it
         # `derived` caches the converted arrays under the key in its second argument while the parameters are the same.
-        convert = partial(from_names, nonlinearity=act)
-        weights = derived(now, f"{OP} {act}", held, lambda arrays: in_arguments(convert(arrays)))
+        weights = derived(now, f"{OP} {act}", held, partial(in_arguments, act))
     except ValueError as error:
         # kinds, other: parts of the error text, what an object may have. why: the error text of `from_names`.
         kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
@@ -542,9 +541,10 @@ def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
     return [depth._replace(arrays=part(arrays, d, True)) for d in range(2)] if both else [depth]
 
 
-def in_arguments(weights: Weights) -> Weights:
-    """Convert the arrays of all layers and directions to the arguments of `mlx_lstm.lstm`, `gru` or `rnn`. Two biases
-    are added to one, except in a GRU that needs both: they become b and bhn."""
+def in_arguments(act: str | None, arrays: Arrays) -> Weights:
+    """Convert the arrays of a stack, by the names of any format, to the arguments of `mlx_lstm.lstm`, `gru` or `rnn` in
+    each layer and direction. act: the nonlinearity of a plain RNN, or None."""
+    weights = from_names(arrays, nonlinearity=act)
     return weights.map(partial(as_arguments, weights.cell))
 
 

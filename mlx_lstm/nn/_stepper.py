@@ -57,10 +57,8 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
         with in_the_name_of(OP, STACK):
             sides = read_sides(layers, [], computes_now(engine), may_drop=True)
             if len(sides) == 2:
-                rule = (
-                    "layers must have one direction, because the reverse direction starts at the end of the sequence,"
-                )
-                fail(OP, rule, "both directions")
+                rule = "layers must have one direction, because the reverse direction starts at the end of the sequence"
+                fail(OP, f"{rule},", "both directions")
             # merge: how to join two directions; it has no effect for one. any_width=False: the features that a layer
             # reads must be the h of the layer before, because there is no function `between` that changes h.
             depths = read_depths(sides, groups=1, engine=engine, merge="concat", any_width=False)
