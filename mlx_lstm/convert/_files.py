@@ -19,16 +19,7 @@ import numpy as np
 from ..engines.cells import ACTIVATIONS
 from ..ground.budget import Budget, shown
 from ..ground.checks import check_flag, check_option, fail
-from ..ground.files import (
-    DTYPES,
-    Foreign,
-    broken,
-    foreign,
-    read_npz,
-    read_safetensors,
-    size_of,
-    write_whole,
-)
+from ..ground.files import DTYPES, Foreign, broken, foreign, read_npz, read_safetensors, size_of, write_whole
 from . import _coreml_file, _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights, in_bias
 

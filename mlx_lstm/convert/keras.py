@@ -17,21 +17,7 @@ import numpy as np
 from ..engines.cells import GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, fail
-from .weights import (
-    CELLS,
-    OF_GATES,
-    OURS,
-    Format,
-    Weights,
-    as_stored,
-    checked,
-    reorder,
-    stacked,
-    to_mlx,
-    to_numpy,
-    two_biases,
-    whole_bias,
-)
+from .weights import CELLS, OURS, Format, Weights, as_stored, checked, reorder, stacked, to_mlx, two_biases, whole_bias
 
 KINDS = {"LSTM": "lstm", "GRU": "gru", "SimpleRNN": "rnn", "LSTMCell": "lstm", "GRUCell": "gru", "SimpleRNNCell": "rnn"}
 KINDS |= {"CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
@@ -128,10 +114,11 @@ def from_arrays(
     shape = np.shape(ways[0][1])  # of recurrent_kernel, [H, GH]
     if inner is None:
         G = shape[1] // shape[0] if len(shape) == 2 and shape[0] else 0
-        if len(shape) != 2 or G * shape[0] != shape[1] or G not in OF_GATES:
+        by_gates = {cell.gates: cell for cell in CELLS.values()}
+        if len(shape) != 2 or G * shape[0] != shape[1] or G not in by_gates:
             rule = f"recurrent_kernel of {name} must have shape [H, 4H], [H, 3H] or [H, H]"
             fail(op, rule, f"shape {list(shape)}")
-        cell = CELLS[OF_GATES[G]]()
+        cell = by_gates[G]()
         if cell.op == "gru" and len(ways[0]) > 2 and np.ndim(ways[0][2]) == 1:  # a single bias: reset_after is False
             cell = GRUCell(reset="before")
     else:
@@ -315,3 +302,8 @@ def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
     else:  # any other cell has one bias: the sum
         bias = reorder(whole_bias(cell, arrays), ours, theirs)
     return [*matrices, to_numpy(bias)]
+
+
+def to_numpy(array: mx.array) -> np.ndarray:
+    """Return an array as a NumPy array: float64 stays, any other dtype becomes float32."""
+    return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32))

@@ -15,19 +15,7 @@ from ..engines.cells import ACTIVATIONS
 from ..engines.problem import Arrays
 from ..ground.checks import check_option, fail
 from ..ground.files import shown
-from .weights import (
-    OF_GATES,
-    Format,
-    Title,
-    Weights,
-    as_stored,
-    cell_of,
-    checked,
-    named_layer,
-    parameters_of,
-    to_mlx,
-    two_biases,
-)
+from .weights import OF_GATES, Format, Title, Weights, as_stored, cell_of, checked, parameters_of, to_mlx, two_biases
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
 """The leaves of torch's arrays, in torch's order, each with the array's name in `Weights`."""
@@ -70,9 +58,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     """
     op = "from_torch"
     rule = "arrays must be a layer or a dict of arrays (of a file: mx.load(file), or convert.read(file).layers)"
-    whole = parameters_of(op, rule, arrays)  # all entries of the layer or dict
-    selected = parameters_of(op, rule, arrays, prefix)
-    layer, arrays = named_layer(arrays, prefix), selected
+    _, whole = parameters_of(op, rule, arrays)  # all entries of the layer or dict
+    layer, arrays = parameters_of(op, rule, arrays, prefix)
     check_option(op, "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
     nonlinearity = getattr(layer, "nonlinearity", nonlinearity)
     check_forward(op, layer)
@@ -127,12 +114,7 @@ def check_prefix(op: str, whole: Mapping[str, Any], arrays: Mapping[str, Any], p
 
 
 def assembled(
-    op: str,
-    parts: Mapping[tuple[int, int], Arrays],
-    title: Title,
-    options: Mapping[str, Any],
-    *,
-    lenient: bool = False,
+    op: str, parts: Mapping[tuple[int, int], Arrays], title: Title, options: Mapping[str, Any], *, lenient: bool = False
 ) -> Weights:
     """Build the `Weights` of a stack from its arrays: parts[layer, direction] is a dict of arrays by their names in
     `Weights`. The number of gates, which follows from the shape of Wh, says which cell it is.

@@ -145,17 +145,20 @@ class Weights(NamedTuple):
         return [self._replace(layers=[layer]) for layer in self.layers]
 
 
-def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[str, Any]:
-    """Return the parameters of a layer, or the entries of a dict, whose names begin with `prefix`. The names stay
-    unchanged.
+def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> tuple[Any, Mapping[str, Any]]:
+    """Return (named, parameters): the layer of a model that a prefix such as "encoder.lstm." names, and the parameters
+    of the model, or the entries of a dict, whose names begin with `prefix`. The names stay unchanged. With an empty
+    prefix the named layer is `layer` itself; for a dict it has no attributes from which options could be read.
 
     layer: an object with a method `state_dict` or `parameters`, or a dict. op: the public function, for error texts.
     rule: the error text if `layer` is none of these.
     """
     if not isinstance(prefix, str):
         fail(op, "prefix must be a str", repr(prefix))
-    # Raise ValueError for a subclass that may compute something else.
-    class_of(op, "the layer", named_layer(layer, prefix))
+    named = layer
+    for name in prefix.split(".")[:-1]:
+        named = getattr(named, name, None)
+    class_of(op, "the layer", named)  # raises ValueError for a subclass that may compute something else
     for method in ("state_dict", "parameters"):
         if hasattr(layer, method):
             layer = getattr(layer, method)()
@@ -163,15 +166,7 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
     if not isinstance(layer, Mapping):
         fail(op, rule, type(layer).__name__)
     check_keys(op, layer)
-    return {key: value for key, value in layer.items() if key.startswith(prefix)}
-
-
-def named_layer(module: Any, prefix: str) -> Any:
-    """Return the layer of a model that a prefix such as "encoder.lstm." names; the caller reads its options from its
-    attributes. With an empty prefix return the model itself, for a dict of arrays return None."""
-    for name in prefix.split(".")[:-1]:
-        module = getattr(module, name, None)
-    return module
+    return named, {key: value for key, value in layer.items() if key.startswith(prefix)}
 
 
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
@@ -465,11 +460,6 @@ def to_mlx(array: Any) -> mx.array:
         fail("convert", "arrays must hold numbers", array.dtype)
     # Without a dtype MLX converts float64 to float32.
     return mx.array(array, mx.float64 if array.dtype == np.float64 else None)
-
-
-def to_numpy(array: mx.array) -> np.ndarray:
-    """Return an array as a NumPy array: float64 stays, any other dtype becomes float32."""
-    return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32))
 
 
 def bits(array: mx.array | np.ndarray) -> bytes:

@@ -25,15 +25,7 @@ from ..engines import choice
 from ..engines.choice import Engine, Stream, check_device, on
 from ..engines.problem import Arrays
 from ..engines.tracing import have_values, is_transforming
-from ..ground.checks import (
-    check_array,
-    check_every,
-    check_flag,
-    check_lengths,
-    check_option,
-    check_sizes,
-    fail,
-)
+from ..ground.checks import check_array, check_every, check_flag, check_lengths, check_option, check_sizes, fail
 from ..recurrence import by_layer, join_biases, of_layers
 from ._buffer import Attributes, Layout, check_attributes, check_params, layout
 

@@ -25,15 +25,7 @@ from ..engines.cells import Cell, GRUCell, LSTMCell, NormOptions, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.packing import Quantized, Weight
 from ..ground.advice import Advised, advised
-from ..ground.checks import (
-    NO_UNITS,
-    check_every,
-    check_flag,
-    check_integer,
-    chosen_options,
-    fail,
-    instead_of,
-)
+from ..ground.checks import NO_UNITS, check_every, check_flag, check_integer, chosen_options, fail, instead_of
 from ..recurrence import (
     Call,
     Hold,
@@ -312,12 +304,7 @@ class LSTM(Layer):
         return hidden, cell
 
     def step(
-        self,
-        x: mx.array,
-        hidden: mx.array | None = None,
-        cell: mx.array | None = None,
-        *,
-        keep: mx.array | None = None,
+        self, x: mx.array, hidden: mx.array | None = None, cell: mx.array | None = None, *, keep: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
         """Return the hidden and the cell state after one step, for input that arrives one step at a time: frames of
         sound, moves of a game, or text that a model generates. Sizes: D features, H hidden units; "..." stands for the

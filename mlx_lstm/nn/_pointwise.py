@@ -10,15 +10,7 @@ import mlx.nn as nn
 
 from ..convert.layers import class_of
 from ..engines.choice import Engine, check_engine
-from ..ground.checks import (
-    NO_UNITS,
-    check_array,
-    check_every,
-    check_flag,
-    check_integer,
-    chosen_options,
-    fail,
-)
+from ..ground.checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail
 from ..recurrence import (
     Hold,
     Lengths,
@@ -36,8 +28,7 @@ from ..recurrence import (
     whole_steps,
 )
 
-OP = "nn.Pointwise"
-"""The class that error texts begin with."""
+OP = "nn.Pointwise"  # the name of the class in error texts
 
 
 class Pointwise(nn.Module):

@@ -28,15 +28,7 @@ from ..engines.directions import half, join, part
 from ..engines.packing import Quantized
 from ..engines.problem import Arrays
 from ..engines.tracing import split_apart
-from ..ground.checks import (
-    ArraySpec,
-    check_array,
-    check_every,
-    check_integer,
-    check_option,
-    fail,
-    instead_of,
-)
+from ..ground.checks import ArraySpec, check_array, check_every, check_integer, check_option, fail, instead_of
 from ..recurrence import (
     Call,
     Hold,

@@ -11,8 +11,7 @@ from ..recurrence import Stepper
 from ._stack import OP as STACK
 from ._stack import read_depths, read_sides
 
-OP = "nn.stepper"
-"""The function that error texts begin with."""
+OP = "nn.stepper"  # the name of the function in error texts
 
 
 def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: Engine | None = None) -> Stepper:
