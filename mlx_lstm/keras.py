@@ -76,8 +76,7 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
     Returns:
         list: kernel [I, 4H], recurrent_kernel [H, 4H] and, if given, bias [4H].
     """
-    check_ours("lstm_to_keras", 4, Wx, Wh, {"b": b})  # 4 gates
-    return into_keras(LSTMCell(), Wx, Wh, b, bhn=None)
+    return into_keras("lstm_to_keras", LSTMCell(), Wx, Wh, {"b": b})
 
 
 def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
@@ -129,11 +128,11 @@ def gru_to_keras(
     Raises:
         ValueError: the shapes do not fit, or bhn is given with `reset_after=False`.
     """
-    check_ours("gru_to_keras", 3, Wx, Wh, {"b": b, "bhn": bhn})  # 3 gates
     check_flag("gru_to_keras", "reset_after", reset_after)
     if bhn is not None and not reset_after:
         fail("gru_to_keras", "bhn must be None with reset_after=False", "an array")
-    return into_keras(GRUCell(reset="after" if reset_after else "before"), Wx, Wh, b, bhn)
+    cell = GRUCell(reset="after" if reset_after else "before")
+    return into_keras("gru_to_keras", cell, Wx, Wh, {"b": b, "bhn": bhn})
 
 
 def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
@@ -169,8 +168,7 @@ def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[
     Returns:
         list: kernel [I, H], recurrent_kernel [H, H] and, if given, bias [H].
     """
-    check_ours("rnn_to_keras", 1, Wx, Wh, {"b": b})  # 1 gate
-    return into_keras(RNNCell(), Wx, Wh, b, bhn=None)
+    return into_keras("rnn_to_keras", RNNCell(), Wx, Wh, {"b": b})
 
 
 def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Sequence[Any]) -> dict[str, Any]:
@@ -247,25 +245,11 @@ def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]
     return {name: arrays[name] for name in ("Wx", "Wh")} | one_bias(cell, arrays)  # b, and bhn with reset_after
 
 
-def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: mx.array | None) -> list[np.ndarray]:
-    """Return [kernel, recurrent kernel, bias] in Keras' layout, without the bias if b and bhn are None."""
-    # `from_one_bias` turns b and bhn into the biases of x Wx^T and h Wh^T, which Keras' layout has.
-    arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)
-    return arrays_of(cell, arrays, use_bias=b is not None or bhn is not None)
-
-
-def check_function(op: str, convert: object) -> None:
-    """Check that the argument `convert` of a bidirectional conversion is a function. op: bidirectional_from_keras or
-    bidirectional_to_keras."""
-    if not callable(convert):
-        which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"  # [14:]: without "bidirectional_"
-        fail(op, f"convert must be {which}", repr(convert))
-
-
-def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
-    """Check the shapes of weights in the layout of this package: Wx [GH, I] and Wh [GH, H], with G gates of H units.
-    Check in `biases` the shapes of b [GH] and bhn [H], if they are not None. op: the public function's name, for
-    errors."""
+def into_keras(op: str, cell: Cell, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> list[np.ndarray]:
+    """Check the shapes of weights in the layout of this package: Wx [GH, I], Wh [GH, H], and in `biases` b [GH] and for
+    a GRU bhn [H], which may be None. Return [kernel, recurrent kernel, bias] in Keras' layout, without the bias if both
+    are None. G: gates, H: units. op: the public function's name, for errors."""
+    G = cell.gates
     check_array(op, "Wx", Wx, [times(G), "I"])
     H, more = divmod(Wx.shape[0], G)
     if more or not H:
@@ -274,3 +258,14 @@ def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx
     for name, bias in biases.items():
         if bias is not None:
             check_array(op, name, bias, [H if name == "bhn" else G * H])
+    # `from_one_bias` turns b and bhn into the biases of x Wx^T and h Wh^T, which Keras' layout has.
+    both = from_one_bias(biases["b"], biases.get("bhn"))
+    return arrays_of(cell, {"Wx": Wx, "Wh": Wh} | both, use_bias=bool(both))
+
+
+def check_function(op: str, convert: object) -> None:
+    """Check that the argument `convert` of a bidirectional conversion is a function. op: bidirectional_from_keras or
+    bidirectional_to_keras."""
+    if not callable(convert):
+        which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"  # [14:]: without "bidirectional_"
+        fail(op, f"convert must be {which}", repr(convert))

@@ -98,20 +98,21 @@ class Layers(Advised):
     nonlinearity: str  # the activation of a plain RNN
     engine_used = engine_used  # a property: the engine that ran in the latest call, which `run` stores
 
+    @advised
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
-        num_layers: int,
-        bias: bool,
-        batch_first: bool,
-        dropout: float,
-        bidirectional: bool,
-        proj_size: int,
-        checkpoint_every: int | str | None,  # in training save the states of every n-th step only; n, or "auto"
-        engine: Engine | None,  # the engine that the user forces
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        *,
+        checkpoint_every: int | str | None = None,
+        engine: Engine | None = None,
     ):
-        """Check the options, and draw random parameters. `LSTM` describes the arguments."""
         super().__init__()
         # Each check raises a ValueError, or returns the value as a Python int or float. NO_UNITS: why there must be at
         # least one unit, for the error text.
@@ -449,24 +450,6 @@ class LSTM(Layers):
     gates: int = 4
 
     @advised
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-        *,
-        checkpoint_every: int | str | None = None,
-        engine: Engine | None = None,
-    ):
-        options = (dropout, bidirectional, proj_size, checkpoint_every, engine)
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)  # `Layers.__init__`
-
-    @advised
     def __call__(
         self,
         input: Input,
@@ -587,8 +570,9 @@ class GRU(OneState):
         checkpoint_every: int | str | None = None,
         engine: Engine | None = None,
     ):
-        options = (dropout, bidirectional, 0, checkpoint_every, engine)  # 0: proj_size, no projection
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
+        options: Any = {"dropout": dropout, "bidirectional": bidirectional}
+        options |= {"checkpoint_every": checkpoint_every, "engine": engine}
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, **options)
 
 
 class RNN(OneState):
@@ -635,8 +619,9 @@ class RNN(OneState):
         engine: Engine | None = None,
     ):
         check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
-        options = (dropout, bidirectional, 0, checkpoint_every, engine)  # 0: proj_size, no projection
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
+        options: Any = {"dropout": dropout, "bidirectional": bidirectional}
+        options |= {"checkpoint_every": checkpoint_every, "engine": engine}
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, **options)
         self.nonlinearity: str = nonlinearity
 
 
@@ -704,9 +689,7 @@ class Cell(Layers):
 
     @advised
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: Engine | None = None):
-        # The constants are, in this order: num_layers=1, batch_first=False, dropout=0.0, bidirectional=False,
-        # proj_size=0, checkpoint_every=None.
-        super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
+        super().__init__(input_size, hidden_size, bias=bias, engine=engine)
 
     def key(self, name: str, layer: int, ending: str) -> str:
         """Return `name`, such as weight_ih, unchanged: a cell has one layer and one direction, so its parameter names
