@@ -56,7 +56,8 @@ def cudnn_rnn(
     stream: Stream = None,
 ) -> CudnnRNNOutput:
     r"""Run a stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`. Sizes: T
-    steps, N sequences in the batch, I input features, H units, S the width of h (here H), L layers, D directions.
+    steps, N sequences in the batch, I input features, H units, S the width of h (H, because this op has no projection),
+    L layers, D directions.
 
     With weights W, R and biases bW, bR of a layer and direction, for each gate:
 
