@@ -189,24 +189,16 @@ def draw(
         factors = [1, *rng.uniform(-1, 1.5, 4), *([] if kinked else [0])]
         arrays["keep"] = rng.choice(factors, (T, B, 2) if bidirectional else (T, B))
     # The defaults are left out: the op `lstm` and one direction.
-    chosen = {"op": op, "bidirectional": bidirectional}
-    chosen = {name: value for name, value in chosen.items() if value not in ("lstm", False)}
-    return stored(arrays, dtype) | options | chosen
+    options |= ({} if op == "lstm" else {"op": op}) | ({"bidirectional": True} if bidirectional else {})
+    return stored(arrays, dtype) | options
 
 
-def stored(arrays: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+def stored(arrays: Tensors, dtype: DTypeLike) -> Tensors:
     """Return the arrays converted to a dtype. If `dtype` is the name of an MLX dtype, the arrays are float32 with
     values that the MLX dtype can represent."""
     if not isinstance(dtype, str):
         return {name: array.astype(dtype) for name, array in arrays.items()}
-    return as_represented({name: array.astype(np.float32) for name, array in arrays.items()}, dtype)
-
-
-def as_represented(arrays: Tensors, dtype: str) -> Tensors:
-    """Return float32 arrays whose values are rounded to values that the MLX dtype named `dtype` can represent."""
-    if dtype == "float32":
-        return arrays
-    return {name: np.array(mx.array(a).astype(DTYPES[dtype]).astype(mx.float32)) for name, a in arrays.items()}
+    return {name: np.array(to_mlx(array, DTYPES[dtype]).astype(mx.float32)) for name, array in arrays.items()}
 
 
 def draw_cotangents(
