@@ -116,7 +116,7 @@ def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
     for letters, both in masks:
         layout = f"[{', '.join(map(str, letters))}]".replace("DH", "2H" if both else "H")
         layout += " of both directions" if letters == each_direction else ""
-        flags = {"bidirectional": True} if both else {}
+        flags: dict[str, Any] = {"bidirectional": True} if both else {}
         name = f"settle: mask {layout}"
         case = draw(rng, "lstm", SIZES, name=name, absent=("peephole",), mask_shape=letters, **flags)
         as_factor = result(side_by_side(case) if letters == each_direction else case, "h")

@@ -210,10 +210,10 @@ def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Ite
         other = "c" if name == "h" else "h"
         variants.append((f"{other}, so h and c are exchanged", lambda v: v, other))
     gates = next((n for n, parts in enumerate(dump.groups(name)) if "G" in parts), None)
-    for order in orders(case) if gates is not None else ():
-        positions = gate_positions(case, order)
-        turned = partial(reordered, axis=gates, sizes=dump.sizes, index=positions)
-        variants.append((f"in the order {order_text(order)}", turned, name))
+    if gates is not None:
+        for order in orders(case):
+            turned = partial(reordered, axis=gates, sizes=dump.sizes, index=gate_positions(case, order))
+            variants.append((f"in the order {order_text(order)}", turned, name))
     if any("D" in letters for letters in dump.groups(name)):
         variants.append(("in the order reverse, forward", partial(directions_exchanged, dump, name), name))
     for words, convert, key in variants:
