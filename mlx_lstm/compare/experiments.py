@@ -65,10 +65,7 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
         yield Experiment("grads", f"shape of {tensor} where the state is [1, N, H]", three_axes, "[N, H]", readings)
     absent = ("peephole", "mask", "cell_gradient")
     case = draw(rng, "lstm", SIZES, name="settle: gradients, reverse", reverse=True, absent=absent)
-    readings = {
-        "the last step processed, time 0": result(case, "dsource"),
-        "time T-1": result(moved(case), "dsource"),
-    }
+    readings = {"the last step processed, time 0": result(case, "dsource"), "time T-1": result(moved(case), "dsource")}
     default = "the last step processed, time 0"
     yield Experiment("grads", "with reverse, stateGradient enters at", case, default, readings)
 
@@ -134,10 +131,7 @@ def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
     the order in which the steps are computed?"""
     case = draw(rng, "lstm", SIZES, name="settle: reverse", reverse=True)
     for tensor in ("h", "c", "z_state"):
-        readings = {
-            "the source": result(case, tensor),
-            "the steps": result(case, tensor, f"{tensor} by step"),
-        }
+        readings = {"the source": result(case, tensor), "the steps": result(case, tensor, f"{tensor} by step")}
         yield Experiment("reverse", f"with reverse, {tensor} is aligned with", case, "the source", readings)
 
 
