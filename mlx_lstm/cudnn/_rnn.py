@@ -1,9 +1,7 @@
 """Run a stack of recurrent layers, forward and backward, as the three versions of TensorFlow's CudnnRNN op do.
 
-Every op makes a `Stack`, which does the work: Stack(op, forward_name, attributes, ...). op: the name in error texts.
-forward_name: TensorFlow's name of the forward op. `Attributes` has the keywords that describe the layers. In the first
-two versions all sequences of the batch have length T, there is no projection, and time is the first axis; so they pass
-None as sequence lengths. T: steps, N: batch, I: input features, H: units, S: the width of h, L: layers, D: directions.
+Every op makes a `Stack`, which does the work. In the first two versions all sequences of the batch have length T, there
+is no projection, and time is the first axis; so they pass None as sequence lengths.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,8 @@
 """Replace the recurrent layers of `mlx.nn` in a model by those of `mlx_lstm.nn`, or the reverse.
 
-A layer stays the same object: only its class changes. kinds: a dict {class of a layer: the class that it gets}. OURS is
-this dict for layers of `mlx.nn`, THEIRS for layers of `mlx_lstm.nn`. A reason is a text that says why a layer stays as
-it is; "" means that it was converted, or is no recurrent layer. name: the path of a layer in the model, such as
-"layers.0". `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+A layer stays the same object: only its class changes. kinds: a dict {class of a layer: the class that it gets}. A
+reason is a text that says why a layer stays as it is; "" means that it was converted, or is no recurrent layer. name:
+the path of a layer in the model, such as "layers.0".
 """
 
 import functools

@@ -3,15 +3,10 @@ does not check.
 
 The rank of an array is the number of its axes. Ranks are checked before sizes, because the size of a missing axis
 cannot be read. If the arguments break several rules at once, TensorFlow's error may name another rule than the error of
-this package. The names of this module are:
-
-- T: steps, N: batch items (batch_size), I: inputs (input_size), H: units (cell_size).
-- arrays: a dict of the arrays of a call by TensorFlow's names: x the input, w the weights of x and h, b the bias, wci,
-  wcf, wco the peepholes, cs_prev and h_prev the states before the first step. A GRU has w_ru, b_ru (reset and update
-  gate) and w_c, b_c (candidate) in place of w and b.
-- op: the name of the user's function in errors. `reject(op, text)` raises a ValueError with TensorFlow's text.
-  `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". `check_array` raises it for a wrong type, shape
-  or dtype.
+this package. T: steps, N: batch items (batch_size), I: inputs (input_size), H: units (cell_size). arrays: a dict of the
+arrays of a call by TensorFlow's names: x the input, w the weights of x and h, b the bias, wci, wcf, wco the peepholes,
+cs_prev and h_prev the states before the first step. A GRU has w_ru, b_ru (reset and update gate) and w_c, b_c
+(candidate) in place of w and b.
 """
 
 from typing import NoReturn
