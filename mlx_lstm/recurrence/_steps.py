@@ -276,9 +276,9 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
     step that ran, times the product of keep over the held steps since then: this product is the factor after the held
     step. After a step that ran the factor is 1.
     """
-    # This is a parallel scan over time. product [T, B]: at step t the product of keep over the last `distance` steps up
-    # to t, without the steps before and including the last one that ran. closed [T, B]: one of these `distance` steps
-    # ran, so the product is complete. At first `distance` is 1, step t alone. Each round doubles `distance`.
+    # This is a parallel scan over time. product [T, B]: at step t the product of keep over those of the last `distance`
+    # steps up to t that come after the last step that ran. closed [T, B]: one of these `distance` steps ran, so the
+    # product is complete. At first `distance` is 1, step t alone. Each round doubles `distance`.
     product, closed, distance = mx.where(live, 1, keep), live, 1
     while distance < len(keep):
         product = mx.where(closed, product, product * shifted(product, distance))
