@@ -148,6 +148,8 @@ class Layer(Advised):
         if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
             array = getattr(self, name, array)
             check_array(self.op, name, array, shape=None)  # raises the error
+        if array.ndim != 2 and self._names.get(name) in ("Wx", "Wh"):
+            fail(self.op, f"{name} must have two axes", f"shape {list(array.shape)}")
         return array
 
     def _arrays(self) -> dict[str, Any]:
