@@ -15,16 +15,20 @@ from ..lab.command import Parser, check_plot
 from ..lab.progress import Progress
 from ..lab.report import machine_card, one_line
 from ..lab.timing.cases import CASES, find_contender, is_installed
-from ..lab.timing.files import plot, write_csv, write_records
+from ..lab.timing.files import plot, records, write_csv
 from ..lab.timing.report import LEGEND, card_text, group_text, references
 from ..lab.timing.rounds import Measurement, label, measure
-from ..lab.timing.tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, size_option
+from ..lab.timing.tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
 from .tune import tune
 
 QUICK = {"seconds": 1.0, "rounds": 3}  # defaults of --seconds and --rounds with --quick
 FULL = {"seconds": 10.0, "rounds": 5}  # and without --quick
+
+MOST = 86_400
+"""The largest value of --seconds and --patience: the seconds of a day, because the system's clocks refuse to wait for
+some weeks. It is also the largest value of --rounds."""
 
 PASSES_HELP = (
     "the passes to measure: forward; backward, which includes the forward pass; paced, a step every 3 ms (only with "
@@ -142,7 +146,7 @@ def add_what(add: Callable[..., object]) -> None:
         "the sizes to measure: time steps, sequences in a batch, inputs, hidden units; default for lstm: "
         f"{' '.join(map(str, SIZES))}"
     )
-    add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=sizes)
+    add("--sizes", nargs="+", type=parse_size, metavar="T,B,I,H", help=sizes)
     add("--passes", nargs="+", choices=(*PASSES, "paced"), metavar="PASS", help=PASSES_HELP)
     names = "; ".join(f"{case}: {', '.join(CASES[case].contenders)}" for case in CASES)
     contenders = (
@@ -215,10 +219,10 @@ def complete(options: argparse.Namespace) -> None:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if options.rounds < 1 or not options.seconds > 0:
-        raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
-    if not options.patience >= 0:
-        raise ValueError("--patience must be at least 0")
+    if not (1 <= options.rounds <= MOST and 0 < options.seconds <= MOST):
+        raise ValueError(f"--rounds must be at least 1, --seconds greater than 0, and both at most {MOST}")
+    if not 0 <= options.patience <= MOST:
+        raise ValueError(f"--patience must be at least 0 and at most {MOST}")
     options.passes = options.passes or (["backward"] if options.memory else list(case.default_passes))
     if missing := set(options.passes) - set(case.passes):
         raise ValueError(f"--passes: the case {options.case} has no {missing.pop()}")
@@ -243,16 +247,16 @@ def complete(options: argparse.Namespace) -> None:
 
 def show_host(options: argparse.Namespace) -> int:
     """Print, for every size, the time that the host takes to build the graph of a call."""
-    records = []
+    lines = []
     with Progress() as progress:
         for size in options.sizes:
             progress.say(f"graphs at {size}")
             costs = measure_host(size, options.dtype)
             progress.print(f"{host_text(size, options.dtype, costs)}\n")
-            records += [size._asdict() | {"dtype": options.dtype} | cost._asdict() for cost in costs]
+            lines += [size._asdict() | {"dtype": options.dtype} | cost._asdict() for cost in costs]
     print(HOST_LEGEND)
     if options.csv:
-        write_records(options.csv, records)
+        write_csv(options.csv, lines)
     return 0
 
 
@@ -299,7 +303,7 @@ def run(options: argparse.Namespace, progress: Progress, card: dict[str, str], g
             groups.append(rows)
             progress.print(f"\n{group_text([shortened(row, printed) for row in rows])}")
             if options.csv:
-                write_csv(options.csv, groups, card)
+                write_csv(options.csv, [record | card for record in records(groups)])
             printed.update(row.status for row in rows if "\n" in row.status)
 
 

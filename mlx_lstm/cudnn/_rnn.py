@@ -1,16 +1,14 @@
 """Run a stack of recurrent layers, forward and backward, as the three versions of TensorFlow's CudnnRNN op do.
 
-Every op makes a `Stack`, which does the work: Stack(op, forward_name, attributes, ...). op: the name in error texts.
-forward_name: TensorFlow's name of the forward op. `Attributes` has the keywords that describe the layers. In the first
-two versions all sequences of the batch have length T, there is no projection, and time is the first axis; so they pass
-None as sequence lengths. T: steps, N: batch, I: input features, H: units, S: the width of h, L: layers, D: directions.
+Every op makes a `Stack`, which does the work. In the first two versions all sequences of the batch have length T, there
+is no projection, and time is the first axis; so they pass None as sequence lengths.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import recurrence
 from ..engines.choice import Engine, Stream
 from ._buffer import Attributes
 from ._stack import CudnnRNNBackpropOutput, Stack
@@ -58,7 +56,8 @@ def cudnn_rnn(
     stream: Stream = None,
 ) -> CudnnRNNOutput:
     r"""Run a stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`. Sizes: T
-    steps, N sequences in the batch, I input features, H units, S the width of h (here H), L layers, D directions.
+    steps, N sequences in the batch, I input features, H units, S the width of h (H, because this op has no projection),
+    L layers, D directions.
 
     With weights W, R and biases bW, bR of a layer and direction, for each gate:
 
@@ -168,7 +167,7 @@ def cudnn_rnn_v3(
     input_h: mx.array,
     input_c: mx.array,
     params: mx.array,
-    sequence_lengths: recurrence.Lengths,
+    sequence_lengths: mx.array | Sequence[int],
     *,
     rnn_mode: str = "lstm",
     input_mode: str = "linear_input",
@@ -342,7 +341,7 @@ def cudnn_rnn_backprop_v3(
     input_h: mx.array,
     input_c: mx.array,
     params: mx.array,
-    sequence_lengths: recurrence.Lengths,
+    sequence_lengths: mx.array | Sequence[int],
     output: mx.array,
     output_h: mx.array,
     output_c: mx.array,

@@ -4,9 +4,7 @@ products with the weights; the function then computes each hidden unit from the 
 T: time steps, B: batch items, I: input features, H: hidden units, G: gates (preactivations per unit), S: states, D:
 directions. The user's function is cell(a, state, *inputs, *params): a has the gates, the inputs differ from step to
 step, the params do not. Tracing the function means to find its graph of operations, from which the engines generate
-code. A `Call` gets the first h as its array h0, and all other first states side by side as its array c0. `fail(OP,
-rule, got)` raises the ValueError "[pointwise] rule but got ...". `check_array(OP, name, array, shape)` checks a shape,
-in which a string such as "B" stands for any size.
+code. A `Call` gets the first h as its array h0, and all other first states side by side as its array c0.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ from ..engines.cell_tracer import Counts, traced
 from ..engines.cells import NormOptions, PointwiseCell
 from ..engines.choice import Engine, Stream
 from ..engines.problem import Array
+from ..engines.tracing import split_apart
 from ..ground.checks import check_array, check_flag, fail, instead_of
 from ._call import Call, Hold, Lengths
 from ._norm import Norm, with_norm
@@ -28,12 +27,10 @@ OP = "pointwise"
 
 
 class OwnCell(NamedTuple):
-    """A cell that the user wrote, before it is traced: the function and its options, as a layer holds them.
-
-    gates, states, params: the numbers of gates, of states (h included) and of parameters per unit. apart: whether the
-    function gets each gate as a pair, its part from x and its part from h. recurrent: whether h is multiplied by Wh.
-    norm: the options of layer normalisation.
-    """
+    """A cell that the user wrote, before it is traced: the function and its options, as a layer holds them. gates,
+    states, params: how many there are per unit (h is a state). apart: whether the function gets each gate as a pair,
+    its part from x and its part from h. recurrent: whether h is multiplied by Wh. norm: the options of layer
+    normalisation."""
 
     function: Callable[..., Any]
     gates: int
@@ -282,7 +279,7 @@ def apart_again(joined: Array | None, n: int, D: int) -> list[Array]:
     if joined is None or n < 2:
         return [] if joined is None else [joined]
     if D == 1:
-        return list(mx.split(joined, n, axis=-1))
+        return split_apart(joined, n, axis=-1)
     *sizes, width = joined.shape  # width: 2 n H
     parts = mx.split(joined.reshape(*sizes, 2, width // 2), n, axis=-1)
     return [part.reshape(*sizes, width // n) for part in parts]
