@@ -134,9 +134,8 @@ def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
     # The order of the buffer: layer by layer, in each layer direction by direction, in each direction Wx, Wh, Wp.
     matrices = [matrix[way] for of_layer in rows for way in range(D) for matrix in of_layer]
-    return mx.concatenate(
-        matrices + [mx.stack([arrays["bW"], arrays["bR"]], axis=1).reshape(-1) for arrays in layers]
-    )  # the biases of a layer: [D, 2, G H]
+    biases = [mx.stack([arrays["bW"], arrays["bR"]], axis=1).reshape(-1) for arrays in layers]  # [D, 2, G H] of a layer
+    return mx.concatenate(matrices + biases)
 
 
 def from_cudnn(
