@@ -186,8 +186,7 @@ def from_cudnn(
         # `part` takes the biases of both directions side by side, [D G H].
         arrays |= {"bx": arrays.pop("bW").reshape(-1), "bh": arrays.pop("bR").reshape(-1)}
         layers.append([part(arrays, way) for way in range(2)] if where.D == 2 else [arrays])
-    # The last argument names an array in error texts; word is its name in `Weights`.
-    return checked(op, Weights(CELLS[rnn_mode], layers), lambda layer, way, word: f"{word} of layer {layer}")
+    return checked(op, Weights(CELLS[rnn_mode], layers), title=lambda layer, way, word: f"{word} of layer {layer}")
 
 
 def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:

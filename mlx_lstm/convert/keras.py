@@ -131,8 +131,7 @@ def from_arrays(
     titles = {"Wx": "kernel", "Wh": "recurrent_kernel"}  # Keras' names; both biases are called bias
     # In a Bidirectional go_backwards is an option of the layers inside, which `wrapped` checks.
     reverse = config is not None and len(ways) == 1 and bool(config["config"].get("go_backwards"))
-    # The last argument names an array in error texts; word is its name in `Weights`.
-    return checked(op, Weights(cell, [layer], reverse), lambda layer, way, word: titles.get(word, "bias") + of)
+    return checked(op, Weights(cell, [layer], reverse), title=lambda layer, way, word: titles.get(word, "bias") + of)
 
 
 def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] | None:
