@@ -209,8 +209,7 @@ def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
     weights = as_stored("to_cudnn", weights, FORMAT)  # refuses options that the buffer cannot hold
     cell, D, H, P = weights.cell, weights.directions, weights.hidden_size, weights.proj_size
     mode = f"rnn_{cell.activations[0]}" if cell.op == "rnn" else cell.op
-    # False: layer 0 has input matrices.
-    where = Layout(mode, len(weights.layers), D, weights.input_size, H, P, False)
+    where = Layout(mode, len(weights.layers), D, weights.input_size, H, P, skip=False)
     layers = []
     for layer in weights.layers:
         # directions: the arrays of each direction, with zeros for a missing bias. `join_layers` takes both directions

@@ -529,8 +529,7 @@ def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
     titles = {key: f"{name}.{'bias' if key == 'b' else key}" for key in arrays}
     H = layer.hidden_size  # P is H, as there is no projection
     depth = StackedLayer(name, cell, arrays, titles, layer.training, H, H, layer.engine, layer.checkpoint_every)
-    # part(arrays, d, True): the part of the arrays that belongs to direction d. True: the layer has a Wx.
-    return [depth._replace(arrays=part(arrays, d, True)) for d in range(2)] if both else [depth]
+    return [depth._replace(arrays=part(arrays, d, projects=True)) for d in range(2)] if both else [depth]
 
 
 def in_arguments(act: str | None, arrays: Arrays) -> Weights:
