@@ -63,15 +63,12 @@ directions."""
 Between = Callable[[int, mx.array], mx.array]
 """The type of the option `between`: between(n, output of layer n) returns the input of the next layer."""
 
-States = tuple[mx.array | None, mx.array | None]
-"""The type of the first states of LSTMs, (h_0, c_0)."""
-
 
 @overload
 def stack(
     layers: Sequence[LSTM | nn.LSTM],
     x: mx.array,
-    state: States | None = None,
+    state: tuple[mx.array | None, mx.array | None] | None = None,
     *,
     reverse: Sequence[LSTM | nn.LSTM] | None = None,
     between: Between | None = None,
