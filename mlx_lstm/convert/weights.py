@@ -48,9 +48,6 @@ CHOICES["clip_gradient"] = ("through", "zero")
 LIMITS = ("cell_clip", "projection_clip")
 """The options that are limits of an LSTM's clips. A limit of 0 or less means no limit."""
 
-BY_GATE = ("Wx", "Wh", "bx", "bh", "b", "peephole")
-"""The arrays of one direction whose first axis has a block of H numbers for each gate."""
-
 
 class Format(NamedTuple):
     """What a format can store. The module of each format has an object `FORMAT` of this class; `as_stored` checks
@@ -426,7 +423,8 @@ def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array
 def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
     """Return one direction's arrays with their rows moved from the gate order `before`, such as "ifgo", to `after`.
     `Wp` and `bhn` stay as they are, since they have no blocks for gates."""
-    return {name: reorder(array, before, after) if name in BY_GATE else array for name, array in arrays.items()}
+    unchanged = ("Wp", "bhn")
+    return {name: array if name in unchanged else reorder(array, before, after) for name, array in arrays.items()}
 
 
 def gate_order(op: str, text: str, usual: str) -> str:
