@@ -21,8 +21,8 @@ import pytest
 from mlx_lstm import convert
 from mlx_lstm.engines import tuning, verdicts
 from mlx_lstm.lab.mpsgraph import dump, judge
+from mlx_lstm.lab.mpsgraph.cases import grid
 from mlx_lstm.lab.mpsgraph.files import Golden, checksum, load_golden, save_golden
-from mlx_lstm.lab.mpsgraph.grid import grid
 
 h5py = pytest.importorskip("h5py")
 onnx = pytest.importorskip("onnx")

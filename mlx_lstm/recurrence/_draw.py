@@ -194,9 +194,11 @@ def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def zeros(problem: Problem) -> dict[str, mx.array]:
-    """Return a trial's arrays, filled with zeros: enough to list its kernels, which only shapes and dtypes decide."""
+    """Return a trial's arrays, with zeros and with lengths T: enough to list its kernels, which only shapes and dtypes
+    decide."""
     arrays = {name: mx.zeros(shape, problem.dtype) for name, shape in shapes_of(problem).items()}
-    return quantized(problem, arrays)
+    lengths = {"lengths": mx.full((problem.B,), problem.T, mx.int32)} if "lengths" in problem.names else {}
+    return quantized(problem, arrays) | lengths
 
 
 def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -240,7 +242,6 @@ def case_of(problem: Problem, values: Tensors) -> tuple[Case, dict[str, mx.array
 
 
 def to_mlx(array: Array, dtype: mx.Dtype) -> mx.array:
-    """Return a NumPy array as an MLX array of this dtype."""
     return mx.array(array.astype(np.float32)).astype(dtype)
 
 
@@ -250,5 +251,4 @@ def rounded(array: Array, dtype: mx.Dtype) -> Array:
 
 
 def float64(array: mx.array) -> Array:
-    """Return an MLX array of any dtype as a float64 NumPy array."""
     return np.array(array.astype(mx.float32)).astype(np.float64)
