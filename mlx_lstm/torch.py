@@ -313,7 +313,7 @@ class Layers(Advised):
         """Join the states of all layers. Return {"h" or "c": array of the shape `shapes[name]`}, which is [layers x
         directions, batch, width]. states: h of each layer, then c of each layer, each [batch, directions x width]."""
         D, K = len(self.endings), self.num_layers
-        # n: 0 for h, the first K of `states`, 1 for c, the next K.
+        # n = 0: h, the first K entries of `states`. n = 1: c, the next K entries.
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }

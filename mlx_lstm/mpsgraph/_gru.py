@@ -30,7 +30,7 @@ WORDS |= {"state_gradient": "dhT"}
 """{Apple's name: name in `mlx_lstm.recurrence`} of all arrays that one of the two ops gets."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class GRUDescriptor:
     """The properties of `MPSGraphGRUDescriptor`, with its defaults.
 
@@ -91,7 +91,8 @@ def gru(
     Args:
         source (array): [T, N, I], T steps, N batch items, I inputs; H units. Without input_weight [T, N, 3H], which is
             added to the gates directly.
-        recurrent_weight (array): R, [3H, H].
+        recurrent_weight (array): R, [3H, H]. The order of the gates in R, W and b is z, r, o; with reset_gate_first it
+            is r, z, o.
         input_weight (array, optional): W, [3H, I].
         bias (array, optional): b, [3H].
         init_state (array, optional): h before the first step, [N, H] or [1, N, H]. Default: zeros.
@@ -197,7 +198,7 @@ def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: s
         # title: the argument's name in Python, and Apple's spelling.
         fail(op, f"{title('secondary_bias')} must be None without descriptor.reset_after", "an array")
     return arguments | {
-        # MPSGRAPH["gru"]: the gate orders (with the flag off, with the flag on).
+        # MPSGRAPH["gru"]: the gate orders with reset_gate_first False and True.
         "gate_order": MPSGRAPH["gru"][descriptor.reset_gate_first],
         "activations": activation_names(op, descriptor, PROPERTIES["gru"], hard_sigmoid),  # of r, z, n
         "reset": "after" if descriptor.reset_after else "before",

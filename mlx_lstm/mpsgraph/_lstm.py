@@ -30,7 +30,7 @@ WORDS |= {"state_gradient": "dhT", "cell_gradient": "dcT"}
 """{Apple's name: name in `mlx_lstm.recurrence`} of all arrays that one of the two ops gets."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class LSTMDescriptor:
     """The ten properties of `MPSGraphLSTMDescriptor`, with its defaults.
 
@@ -223,7 +223,7 @@ def translate(
     # `translated` returns the arrays by the names of `mlx_lstm.lstm`; WORDS is the dict {Apple's name: this name}.
     arguments = translated(op, arrays, G=4, words=WORDS, descriptor=descriptor, mask_layout=mask_layout)
     return arguments | {
-        # MPSGRAPH["lstm"]: the gate orders (with the flag off, with the flag on).
+        # MPSGRAPH["lstm"]: the gate orders with forget_gate_last False and True.
         "gate_order": MPSGRAPH["lstm"][descriptor.forget_gate_last],
         "activations": activation_names(op, descriptor, PROPERTIES["lstm"], hard_sigmoid),  # of i, f, g, o, output
         "output_peephole": output_peephole,

@@ -141,8 +141,8 @@ class Layer(Advised):
         return arrays | self._norm_arrays()
 
     def _norm_arrays(self) -> dict[str, Any]:
-        """Return {name: array} of the layer's parameters of layer normalisation. The attribute of the layer and the
-        array of a `Call` have the same name, such as "norm_scale"."""
+        """Return {name: array} of the layer's parameters of layer normalisation. `Call`, which runs the recurrence,
+        gives its arrays the same names as the layer its attributes, such as "norm_scale"."""
         names = () if self._norm is None else layer_norm_arrays(self._norm, self._cell_class.gates, self.hidden_size)
         return {name: self._parameter(name) for name in names if getattr(self, name, None) is not None}
 
@@ -555,8 +555,8 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
 
     The layer equals an `LSTM` with the weights that `mx.dequantize` returns. The weights stay quantized in memory: 4
     bits, with float32 scales and biases for groups of 64, take 5 / 32 of the bytes of float32. Use `from_layer(layer,
-    group_size, bits, mode)` to make one, or `quantize` for a whole model. The constructor draws random weights; call it
-    to load a weight file into the layer.
+    group_size, bits, mode)` to make one, or `quantize` for a whole model. The constructor makes a layer with random
+    weights, into which `layer.load_weights(file)` can load a file.
 
     Parameters: `Wx` and `Wh` as `mx.quantize` packs them, uint32; their scales `Wx_scales`, `Wh_scales`; in mode
     "affine" also `Wx_biases`, `Wh_biases`; and `bias` [4H] as in `LSTM`. All are frozen, as in

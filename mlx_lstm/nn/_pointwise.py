@@ -230,7 +230,8 @@ class Pointwise(nn.Module):
         Args:
             x (array): input of the step, [B, D].
             state (sequence of array, optional): the states before the step, each [B, H], h first. Default: zeros.
-            inputs (sequence of array): the cell's inputs of the step, broadcastable to [B, H].
+            inputs (sequence of array): the arrays that the cell takes at this step besides x and the states,
+                broadcastable to [B, H].
             keep (array, optional): factor on the states before the step, broadcastable to [B]: 0 resets them.
 
         Returns:

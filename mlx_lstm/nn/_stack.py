@@ -154,8 +154,8 @@ def stack(
     `weight_ih_l0`, Keras' `kernel`, two biases `bias_ih` and `bias_hh`, both directions in one object as `Wx_forward`
     and `Wx_backward`. An object with further arrays, lists of arrays or modules is an error. A dict with such arrays is
     accepted, too. A quantized layer of `mlx_lstm.nn` is run with its quantized weights. `Pointwise` layers run with
-    their own cells, which may differ but must have as many states, and no inputs of a step; one with `reverse=True`
-    belongs into `reverse`.
+    their own cells, which may differ but must all have the same number of states, and take no further inputs at a step;
+    one with `reverse=True` belongs into `reverse`.
 
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with

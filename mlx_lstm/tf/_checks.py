@@ -130,8 +130,9 @@ def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, 
 
 
 def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N: int, H: int) -> None:
-    """Check that the arrays of these names have shape [N, H]; names without an array are skipped. dims: how
-    TensorFlow's text for this op writes the sizes of an array, such as ".dim_size". N, H: batch items, units."""
+    """Check that the arrays of these names have shape [N, H]; names without an array are skipped. dims: what
+    TensorFlow's error texts for this op write between the name of the array and the axis, such as ".dim_size" in
+    "cs_prev.dim_size(0)". N, H: batch items, units."""
     for name in (name for name in names if name in arrays):
         check_size(op, f"{name}{dims}(0) != batch_size", arrays[name].shape[0], N)
         check_size(op, f"{name}{dims}(1) != cell_size", arrays[name].shape[1], H)

@@ -156,9 +156,9 @@ def lstm_block_cell_grad(
     b_grad = the sum of dicfo over N. `mx.grad` of `lstm_block_cell` returns the four gradients directly. The clip
     passes gradients unchanged.
 
-    Differs from TensorFlow: co is computed again from cs. The peepholes' part is added once on every device, whereas
-    TensorFlow's CUDA source adds it twice. Where TensorFlow reuses the memory of the peepholes for their gradients, it
-    reads zeros instead of the peepholes; this op never does.
+    Differs from TensorFlow: co is computed again from cs. The peepholes' part of cs_prev_grad is added once on every
+    device, whereas TensorFlow's CUDA source adds it twice. If TensorFlow writes the gradients of the peepholes into the
+    memory of the peepholes, it then reads zeros instead of the peepholes; this op never does.
 
     Args:
         x, cs_prev, h_prev, w, wci, wcf, wco, b: the arguments of `lstm_block_cell`. Only the shapes of x, h_prev, w and
