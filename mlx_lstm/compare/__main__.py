@@ -120,7 +120,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def present(names: list[str] | None) -> dict[str, Contender]:
-    """Return the contenders to run, by name. Raise ValueError if one that the user requested cannot run here."""
+    """Return the contenders (implementations) to run. Raise ValueError if one that the user named cannot run here."""
     everyone = all_contenders()
     if names is None:
         return {name: one for name, one in everyone.items() if one.missing() is None}
@@ -134,14 +134,14 @@ def present(names: list[str] | None) -> dict[str, Contender]:
 
 
 def absent() -> dict[str, str]:
-    """Return {contender that cannot run here: why, and how to install what is missing}."""
+    """Return {implementation that cannot run here: why, and how to install what is missing}."""
     missing = {name: one.missing() for name, one in all_contenders().items()}
     return {name: f"{why}; it needs {HOW_TO_GET.get(name, '-')}" for name, why in missing.items() if why}
 
 
 def run_compare(contenders: dict[str, Contender], golden: Golden | None, options: argparse.Namespace) -> int:
-    """Run every case on every contender and compare the results. Print the report and return the exit code. golden:
-    recorded cases and results (option --golden), with which the contenders are compared, too; or None."""
+    """Run every case on every contender (implementation) and compare the results. Print the report and return the exit
+    code. golden: recorded cases and results (option --golden), which are compared with, too; or None."""
     # New cases must keep away from kinks of activations, where rounding can make the gradient jump.
     cases = golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN)
     cases = [case for case in cases if not options.cases or any(text in case.name for text in options.cases)]
@@ -245,7 +245,7 @@ def show(
 def run_cases(
     cases: list[CompareCase], contenders: dict[str, Contender], golden: Golden | None
 ) -> tuple[list[ComparisonRow], dict[str, dict[str, Outcome]]]:
-    """Run all cases on all contenders and compare the results. Return (comparisons, {case: {contender: outcome}})."""
+    """Run all cases on all implementations and compare. Return (comparisons, {case: {implementation: outcome}})."""
     rows, outcomes = [], {}
     with Progress() as progress:
         for case in progress.each(cases, "cases"):
@@ -257,7 +257,7 @@ def run_cases(
 
 
 def attempt(contender: Contender, case: CompareCase) -> Outcome:
-    """Run a case on a contender. An exception becomes an outcome with a problem."""
+    """Run a case on an implementation. An exception becomes an outcome with a problem."""
     try:
         return contender.run(case)
     except Exception as error:

@@ -166,7 +166,7 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
     cot = {name: fl.load(value) for name, value in cotangents.items()}
     dh = cot.get("hT", np.zeros((p.B, p.P)))
     dc = cot.get("cT", np.zeros(p.c0.shape))
-    rows: dict[int, Tensors] = {}
+    rows = []
     for t in reversed(p.times):
         fl.start_step()
         on, alive, s = p.active[t], p.alive[t], tape[t]
@@ -191,46 +191,51 @@ def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl:
         if p.keep is not None:  # its gradient is a sum, because one factor multiplies all numbers of h and c of an item
             terms = np.concatenate([fl(dh_prev * s.last[0]), fl(dc_prev * s.last[1])], axis=1)
             row["dkeep"] = or_zero(alive, fl.total(terms, (1,)))
-        rows[t] = row
+        rows.append((t, row))
     return {name: value for name, value in collect(p, rows, dh, dc, fl).items() if name in p.given}
 
 
-def collect(p: OneDirection, rows: dict[int, Tensors], dh0: Array, dc0: Array, fl: Rounding) -> Tensors:
-    """Return the gradients of all arguments: sums over the time steps. rows: {t: arrays [B, ...] of this step by name}:
-    da (the gradient of the preactivations), drecurrent (of the recurrent product), dx (of the input) and so on. dh0,
-    dc0: the gradients of the first states. `entered`: what the candidate's rows of a GRU's Wh multiply, h_in or r h_in;
-    all other rows multiply h_in."""
+def collect(p: OneDirection, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Rounding) -> Tensors:
+    """Return the gradients of all arguments: sums over the time steps. rows: for each time step a pair (t, arrays [B,
+    ...] of this step by name): da (the gradient of the preactivations), drecurrent (of the recurrent product), dx (of
+    the input) and so on. dh0, dc0: the gradients of the first states. `entered`: what the candidate's rows of a GRU's
+    Wh multiply, h_in or r h_in; all other rows multiply h_in."""
 
-    def sequence(name: str) -> Array:  # the entry `name` of all rows, [T, B, width]
-        return np.stack([rows[t][name] for t in range(p.T)])
+    # Return the entry `name` of all rows as one array [T, B, width].
+    def sequence(name: str, width: int) -> Array:
+        out = np.zeros((p.T, p.B, width))
+        for t, row in rows:
+            out[t] = row[name]
+        return out
 
     def sum_of_outer_products(left: Array, right: Array) -> Array:  # sum over t and b of left^T right
         return fl.dot(left.reshape(p.T * p.B, left.shape[-1]).T, right.reshape(p.T * p.B, right.shape[-1]))
 
-    def summed(name: str) -> Array:  # sum over t and b; fl.total keeps these axes, with size 1
-        return fl.total(sequence(name), (0, 1))[0, 0]
+    def summed(name: str, width: int) -> Array:  # sum over t and b; fl.total keeps these axes, with size 1
+        return fl.total(sequence(name, width), (0, 1))[0, 0]
 
-    da, drecurrent, h_in = sequence("da"), sequence("drecurrent"), sequence("h_in")
-    entered = {k: sequence("entered") if k == "n" else h_in for k in p.gate_order}
+    I, GH = p.x.shape[-1], len(p.gate_order) * p.H
+    da, drecurrent, h_in = sequence("da", GH), sequence("drecurrent", GH), sequence("h_in", p.P)
+    entered = {k: sequence("entered", p.P) if k == "n" else h_in for k in p.gate_order}
     gradients = {
-        "x": sequence("dx"),
-        "Wx": sum_of_outer_products(da, sequence("x")),
+        "x": sequence("dx", I),
+        "Wx": sum_of_outer_products(da, sequence("x", I)),
         "Wh": np.concatenate([sum_of_outer_products(block(p, drecurrent, k), entered[k]) for k in p.gate_order]),
-        "b": summed("da"),
+        "b": summed("da", GH),
         "h0": dh0,
         "c0": dc0,
     }
     if p.mask is not None:
-        gradients["mask"] = unbroadcast(sequence("dmask"), p.mask_shape, fl)
+        gradients["mask"] = unbroadcast(sequence("dmask", p.P), p.mask_shape, fl)
     if p.keep is not None:
-        gradients["keep"] = sequence("dkeep").reshape(p.keep_shape)
+        gradients["keep"] = sequence("dkeep", 1).reshape(p.keep_shape)
     for name in ("peephole", "bhn", "norm_scale", "norm_shift", "norm_c_scale", "norm_c_shift", "params"):
         if name in p.given:
-            gradients[name] = summed(f"d{name}")
+            gradients[name] = summed(f"d{name}", len(getattr(p, name)))
     if p.inputs is not None:
-        gradients["inputs"] = sequence("dinputs")
+        gradients["inputs"] = sequence("dinputs", p.inputs.shape[-1])
     if p.Wp is not None:
-        gradients["Wp"] = sum_of_outer_products(sequence("dh"), sequence("m"))
+        gradients["Wp"] = sum_of_outer_products(sequence("dh", p.P), sequence("m", p.H))
     return gradients
 
 

@@ -189,7 +189,8 @@ def as_small(size: int, each: int, steps: int) -> int:
 
 
 def without_numbers(cell: AnyCell) -> AnyCell:
-    """Return the cell with fixed limits of its clips, forget bias and eps, which kernels read at run time."""
+    """Return the cell with fixed values for the limits of its clips, the forget bias and eps of a layer normalisation.
+    Kernels read them at run time, so the values do not change the kernel."""
     if cell.norm is not None:
         cell = cell._replace(norm=cell.norm._replace(eps=EPS))
     if not isinstance(cell, LSTMCell):

@@ -36,7 +36,7 @@ def evaluated(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
 
 
 def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return the results of a case with one layer, like `evaluated`."""
+    """Return the results of a case with one layer, computed like those of `evaluated`."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     found = Case(call_of(case, **readings), cotangents).results(fl)
     results = {name: found[word] for name, word in OUTPUTS.items() if word in found}

@@ -44,7 +44,8 @@ def judge_layer(
     exact, bounds = judge.exact, widest(judge.bounds)  # widest: one number per result
     if first is not numbers:
         exact = evaluate_in_parts(numbers, backward=backward)
-    # stored: u sqrt(T) |sum|, the rounding errors of T stores, without |sum|. growth: T sqrt(T), relative to the part.
+    # The bounds of weights' gradients grow as T sqrt(T) with the length of the sequence. An implementation may store
+    # each sum T times, which adds rounding errors of u sqrt(T) |sum|, where u is the unit roundoff.
     stored, growth = float_of(dtype).eps / 2 * np.sqrt(T), (T / len(first["dh"])) ** 1.5
     for name in (name for name in exact if name.startswith(("dW", "db"))):
         bounds[name] = growth * bounds[name] + SAFETY * stored * largest(exact[name])
