@@ -1830,10 +1830,11 @@ def test_stacks_and_orders(tmp_path, capsys):
     icfo = saved(tmp_path / "c.npz", theirs)
     assert main([str(icfo), str(target), "--order", "icfo", "--force"]) == 0
     assert_same(one_bias(PLAIN["one layer"]), convert.read(target).layers["x"])
-    for style in ("mlx", "keras"):  # a GRU, which has no such order
+    for style in ("mlx", "keras", "torch"):  # a GRU, which has no such order
         convert.write(path, {"enc.a": one_bias(PLAIN["one layer"]), "enc.b": PLAIN["gru"]}, style=style, force=True)
         assert main([str(path), str(target), "--order", "icfo", "--force"]) == 2
         assert "a permutation of rzn" in (said := capsys.readouterr().err) and "The layer is enc.b" in said
+        assert "\\x00" not in said
 
 
 @pytest.mark.parametrize("layers", [1, 2])
