@@ -69,7 +69,7 @@ OPENERS = {
     "engines/tuning.py": {"file.read_bytes"},  # our shaders
     "ground/files.py": {"archive.open", "os.open", "path.open", "zipfile.ZipFile"},  # the door
     "ground/machine.py": {"open", "os.open"},  # /proc, /dev/null
-    "recurrence/_guard.py": {"path.open"},  # a lock
+    "recurrence/_guard.py": {"os.fdopen", "os.open"},  # a lock
     "recurrence/_trial.py": {"json.loads"},  # our parent's words
 }
 """What opens or parses files in the package, by module, and why it needs no door."""
