@@ -310,7 +310,7 @@ def trials(file, kind):
             op = "rnn" if sizes[3] in (80, 512) else "lstm"
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
-    if file in ("fused_norm_own", "stepwise_norm"):
+    if file in ("fused_norm", "fused_norm_own", "stepwise_norm"):
         for path in PATHS.values():
             if "norm" in path.options and path.engine == next(iter(users)):
                 yield "path", path, OwnJudge(case_of(path)), None, None
