@@ -42,7 +42,7 @@ import mlx.core as mx
 import numpy as np
 
 from .cells import AnyCell, PointwiseCell, normalises_input
-from .chunks import HALVES, SEQUENCES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
+from .chunks import Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
 from .definitions import UNBOUNDED
 from .input_norm import before_steps
 from .metal import fused, stepwise
@@ -51,7 +51,7 @@ from .numpy.sweep import Saved
 from .ops import sweep as ops
 from .ops.packed import dequantized
 from .packing import packed_names
-from .problem import Arrays, Problem
+from .problem import HALVES, SEQUENCES, Arrays, Problem
 from .tracing import MARKS_COME_FIRST, ZERO, custom_function, have_values, vjp, with_graphs_kept
 
 ENGINE_MODULES: dict[str, Any] = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}

@@ -27,19 +27,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from .definitions import widened
 from .directions import half, join, join_gradients, one_direction, part, state_before
 from .ops import sweep as ops
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
 from .packing import packed_names
-from .problem import Array, Arrays, Chunks, Problem, masks_differ
+from .problem import SEQUENCES, Array, Arrays, Chunks, Problem, masks_differ
 from .tracing import have_values
-
-SEQUENCES = ("h", "c", "gates")
-"""The outputs that have one row per step."""
-
-HALVES = (mx.float16, mx.bfloat16)
-"""The 16-bit dtypes. Engines compute with them in float32."""
 
 
 def for_engine(engine: str, arrays: Arrays) -> Arrays:
@@ -51,10 +46,7 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
     if engine in ("fused", "stepwise"):
         return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
     quantized = packed_names(arrays)
-    return {
-        name: array.astype(mx.float32) if array.dtype in HALVES and name not in quantized else array
-        for name, array in arrays.items()
-    }
+    return {name: array if name in quantized else widened(array) for name, array in arrays.items()}
 
 
 def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chunked | None":
@@ -500,11 +492,6 @@ def with_steps(arrays: Arrays) -> list[str]:
 def states_of(problem: Problem) -> list[str]:
     """Return the names of the first states of a cell: h0 and, for an LSTM, c0."""
     return ["h0", "c0"] if "c" in problem.cell.outputs else ["h0"]
-
-
-def widened(array: Array) -> Array:
-    """Return a 16-bit array as float32, because sums need float32. Return any other array unchanged."""
-    return array.astype(mx.float32) if array.itemsize == 2 else array
 
 
 def memory_of(array: Array) -> np.ndarray:

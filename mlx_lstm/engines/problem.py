@@ -20,7 +20,7 @@ bidirectional call share arrays.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -32,6 +32,12 @@ Array = mx.array
 
 CORES = 10
 """The number of GPU cores that is assumed if the real number is not known."""
+
+HALVES = (mx.float16, mx.bfloat16)
+"""The 16-bit dtypes. Sums, and engines that compute with them, use float32."""
+
+SEQUENCES = ("h", "c", "gates")
+"""The outputs that have one row per step."""
 
 Arrays = dict[str, Array]
 """Arguments, results, cotangents or gradients of a call, by the names that the module's docstring lists."""
@@ -90,21 +96,11 @@ limits_in_effect: ContextVar[Limits] = ContextVar("limits_in_effect", default=LI
 
 
 @contextmanager
-def limited(
-    index: int | None = None,
-    launch_steps: int | None = None,
-    rows_left: int | None = None,
-    unchunked: int | None = None,
-    cores: int | None = None,
-) -> Iterator[None]:
-    """Run the calls inside the context with changed `Limits`: sizes above which an engine launches different kernels.
-    A limit that is None stays unchanged. The limits are part of the key of every cache, so kernels for different
-    limits are not confused."""
-    changes = {"index": index, "launch_steps": launch_steps, "rows_left": rows_left, "unchunked": unchunked}
-    changes["cores"] = cores
+def limited(**changes: Any) -> Iterator[None]:
+    """Run the calls inside the context with other `Limits`. changes: the limits that change, by name. The limits are
+    part of the key of every cache, so kernels for different limits are not confused."""
     # token: what ContextVar needs to restore the limits that were in effect before.
-    limits = limits_in_effect.get()._replace(**{name: size for name, size in changes.items() if size is not None})
-    token = limits_in_effect.set(limits)
+    token = limits_in_effect.set(limits_in_effect.get()._replace(**changes))
     try:
         yield
     finally:

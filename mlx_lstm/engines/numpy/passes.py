@@ -27,13 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import Problem
+from ..problem import SEQUENCES, Problem
 from .norms import InputNorm, InputProductNorm, NormBackward, NormOfC, RecurrentNorm, by_factors, with_centred_weights
 from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
 from .steps import Step, StepBackward, steps_of
-
-SEQUENCES = ("h", "c", "gates")
-"""The outputs that have one row per step."""
 
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:

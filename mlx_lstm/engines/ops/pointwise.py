@@ -18,7 +18,14 @@ from ..tracing import vjp
 def blocks(array: Array | None, count: int) -> list[Array]:
     """Split an array [..., count * H] into `count` blocks [..., H]. Return an empty list if there is no array or no
     block."""
-    return [] if array is None or count == 0 else list(mx.split(array, count, axis=-1))
+    if array is None or count == 0:
+        return []
+    return [array] if count == 1 else list(mx.split(array, count, axis=-1))
+
+
+def joined(parts: list[Array]) -> Array:
+    """Join arrays [..., H] to one [..., count * H]."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
 def chosen(live: Array, one: Array, other: Array) -> Array:
@@ -82,7 +89,7 @@ def pointwise_step(
         values = values_of(graph.nodes, graph.forward, known, like=h)
         after = [mx.broadcast_to(values[n], h.shape) for n in graph.forward]
     saved = mx.zeros((h.shape[0], cell.kept * h.shape[1]), h.dtype)
-    return saved, mx.concatenate(after[1:], axis=-1) if len(after) > 1 else c, after[0]
+    return saved, joined(after[1:]) if len(after) > 1 else c, after[0]
 
 
 def gradients_by_mlx(

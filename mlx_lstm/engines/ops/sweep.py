@@ -29,7 +29,7 @@ the norm of c.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -38,12 +38,12 @@ from .. import definitions
 from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of, values_of
 from ..cells import AnyCell, PointwiseCell, norm_blocks
-from ..definitions import ScaledNorm, constant, normalised
+from ..definitions import ScaledNorm, constant, normalised, widened
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
 from ..tracing import distinct
 from .packed import dequantized, times_input
-from .pointwise import chosen, gradients_by_mlx, pointwise_step
+from .pointwise import blocks, chosen, gradients_by_mlx, joined, pointwise_step
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -195,9 +195,7 @@ def step(
         of |= {f"p{k}": h_in @ Wh[cell.block(gate, H)].T for k, gate in enumerate(cell.gate_order) if gate != "n"}
     states, gates = definitions.step(cell, of)
     # Join the gates, and return c unchanged if the cell has none.
-    of_gates = [gates[gate] for gate in cell.gate_order]
-    every = of_gates[0] if len(of_gates) == 1 else mx.concatenate(of_gates, axis=-1)
-    return every, states[1] if len(states) > 1 else c, states[0]
+    return joined([gates[gate] for gate in cell.gate_order]), states[1] if len(states) > 1 else c, states[0]
 
 
 def preactivations(cell: AnyCell, arrays: Arrays, z: Array, h_in: Array) -> tuple[Array, Array | None]:
@@ -234,14 +232,12 @@ def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
 def named(letter: str, cell: AnyCell, array: Array) -> Arrays:
     """Return the parts of an array [.., GH] as inputs of a step: one for each gate, with this letter and the number of
     the gate."""
-    parts = [array] if cell.gates == 1 else mx.split(array, cell.gates, axis=-1)
-    return dict(zip(definitions.NAMES[letter], parts, strict=False))
+    return dict(zip(definitions.NAMES[letter], blocks(array, cell.gates), strict=False))
 
 
 def by_gate(cell: AnyCell, array: Array) -> dict[str, Array]:
     """Return a dict from each gate, a letter such as "i", to its part [.., H] of an array [.., GH] with all gates."""
-    parts = [array] if cell.gates == 1 else mx.split(array, cell.gates, axis=-1)
-    return dict(zip(cell.gate_order, parts, strict=True))
+    return dict(zip(cell.gate_order, blocks(array, cell.gates), strict=True))
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -265,19 +261,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Run the backward steps of one direction. Return the arrays from which `gradients_after_sweep` computes the
-    gradients:
-
-    - dz [T, B, G H]: the gradient of the preactivations
-    - with a norm of the recurrent product or of the sum: da [T, B, G H], the gradient of the norm's result; dp, the
-      gradient of the product h Wh^T, while dz is that of the input's part; y, the numbers before scale and shift
-    - with a norm of c: dn [T, B, H], the gradient of its result; yc, the numbers before scale and shift
-    - dh0 [B, P]: the gradient of h0
-    - dc0 [B, H], for an LSTM: the gradient of c0
-    - dh [T, B, P], for an LSTM: the gradient of h, from which the gradient of the projection is computed
-    - carry [T, B, H], for an LSTM or GRU with the option `keep`: the gradient of keep * c (LSTM), or the part of the
-      gradient of keep * h that bypasses the recurrent product (GRU)
-    """
+    """Run the backward steps of one direction. Return the arrays, by name, from which `gradients_after_sweep` computes
+    the gradients; its docstring lists them."""
     h0, c0 = initial_states(problem, arrays)
     # starts: {name: array [T, B, .]}. Each backward step gets its row of these arrays as `before`: the states before
     # the step, and products that are computed here for all steps at once.
@@ -300,17 +285,17 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
             dh_t = through_projection_clip(problem.cell, arrays, after, dh_t)
         # found: the results of this step. For an item that has ended they become 0, and the gradients of its states
         # stay unchanged, because the forward step left its states unchanged.
-        back = step_back(t, before, after, dh_t, dc_t, dgates)
-        live, found = live_items(arrays, t), {"dz": back.dz, "dh": dh_t} | (back.of_norms or {})
-        for name, array in found.items():
+        found, dh_in, dc_prev, direct = step_back(t, before, after, dh_t, dc_t, dgates)
+        live = live_items(arrays, t)
+        for name, array in (found | {"dh": dh_t}).items():
             by_step.setdefault(name, {})[t] = array if live is None else mx.where(live, array, 0)
         # Compute the gradients of h and c before the step: multiply the gradient of h_in by the mask, add the part that
         # bypasses the recurrent product (`direct`), and multiply by `keep`.
-        dh_new = times_mask(arrays, back.dh, t)
-        dh_new = dh_new if back.direct is None else dh_new + back.direct
-        dc_new = dc if back.dc is None else back.dc
+        dh_new = times_mask(arrays, dh_in, t)
+        dh_new = dh_new if direct is None else dh_new + direct
+        dc_new = dc if dc_prev is None else dc_prev
         if "keep" in arrays:
-            carry = back.direct if back.dc is None else back.dc  # a GRU has `direct`, an LSTM has `dc`
+            carry = direct if dc_prev is None else dc_prev  # a GRU has `direct`, an LSTM has `dc_prev`
             if carry is not None:  # a plain RNN has none
                 by_step["carry"][t] = carry if live is None else mx.where(live, carry, 0)
             dh_new, dc_new = times_keep(arrays, dh_new, t), times_keep(arrays, dc_new, t)
@@ -321,25 +306,6 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         return sweep | {"dh0": dh, "dc0": dc}
     del sweep["dh"]  # only the gradient of an LSTM's projection reads it
     return sweep | {"dh0": dh}
-
-
-class StepGradients(NamedTuple):
-    """The gradients that the backward pass of one step computes, for B batch items, H hidden units, G gates and h of
-    width P.
-
-    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of h_in = mask * h_prev,
-    which the step multiplies by Wh. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
-    the part of the gradient of h_prev that bypasses the product. of_norms: a dict of arrays, for a cell with layer
-    normalisation. If it normalises the product h_in Wh^T, or the sum of this product and the input's part, "da" is the
-    gradient of the result of this norm, and "dp" the gradient of the product. If it normalises c, "dn" is the gradient
-    of the result of that norm, and "yc" is c with mean 0 and variance 1.
-    """
-
-    dz: Array
-    dh: Array
-    dc: Array | None = None
-    direct: Array | None = None
-    of_norms: Arrays | None = None
 
 
 class StepBackward:
@@ -383,8 +349,11 @@ class StepBackward:
 
     def __call__(
         self, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
-    ) -> StepGradients:
-        """Return the gradients of step t.
+    ) -> tuple[Arrays, Array, Array | None, Array | None]:
+        """Return (found, dh_in, dc_prev, direct) of step t. found: the step's row of the arrays dz, da, dp, dn and yc
+        that `gradients_after_sweep` lists. dh_in [B, P]: the gradient of h_in. dc_prev [B, H]: for an LSTM the gradient
+        of c before the step, else None. direct [B, H]: for a GRU the part of the gradient of h before the step that
+        bypasses the product with Wh, else None.
 
         before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product
         h Wh_n^T + bhn. With a norm of the product or the sum also y and r: the numbers before scale and shift, and
@@ -395,7 +364,7 @@ class StepBackward:
         # known: {node: value} for all nodes whose values are known before the backward step computes anything.
         known = self.fixed_nodes | known_after(graph, self.cell, after)
         known |= self.by_node(self.inputs_of(t, before, after, dh, dc, dgates))
-        raw, of_norms = None, dict[str, Array]()
+        raw, found = None, dict[str, Array]()
         if graph.has_norm():  # raw: c before its normalisation, which the gradient of the normalisation reads
             raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, like=dh)[graph.norm_operand("norm")]
             known[graph.norm_operand("norm")] = raw
@@ -405,7 +374,7 @@ class StepBackward:
         values = values_of(graph.nodes, of.values(), known, like=dh, order=self.order)
         if raw is not None:
             yc, _ = normalised(raw, blocks=1, eps=self.eps)
-            of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
+            found = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
         dz = joined([values[n] for n in self.of_x])
         # dh_in: the gradient of h_in. With reset "before" it has three parts: one from the product of each gate r and
         # z, and a third one from the candidate's product, which the graph computes as the gradient of i0.
@@ -415,11 +384,11 @@ class StepBackward:
             dp = joined([values[n] for n, _ in self.of_p]) if self.cell.apart else dz
             if self.norm is not None:
                 da, dp = dp, self.norm.before(dp, before["y"], before["r"])
-                of_norms |= {"da": da, "dp": dp}
+                found |= {"da": da, "dp": dp}
                 dz = dp if self.sums else dz
             dh_in = dp @ self.Wh
         dc_prev, direct = values[of["s1"]] if "s1" in of else None, values[of["s0"]] if self.cell.apart else None
-        return StepGradients(dz, dh_in, dc_prev, direct, of_norms)
+        return found | {"dz": dz}, dh_in, dc_prev, direct
 
     def inputs_of(
         self, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
@@ -449,11 +418,6 @@ class StepBackward:
             self.constants[like.dtype] = {n: constant(value, like) for n, value in numbers.items()}
             self.order[:] = [n for n in every if n not in numbers]
         return self.constants[like.dtype]
-
-
-def joined(blocks: list[Array]) -> Array:
-    """Join arrays [B, H] of the gates to one [B, G H]."""
-    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=-1)
 
 
 @lru_cache(128)
@@ -505,7 +469,8 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
         dh0, dc0            the gradients of the first states
         dh [T, B, D P]      for an LSTM, the gradient of h, for the gradient of the projection
         da, dp, y           with a norm of the product or sum: the gradient of its result, the gradient of the product
-                            h Wh^T, and the numbers with mean 0 and variance 1, before scale and shift
+                            h Wh^T, while dz is that of the input's part, and the numbers with mean 0 and variance 1,
+                            before scale and shift
         dn, yc              with a norm of c: da and y of this norm
         carry [T, B, D H]   with the option `keep`, a factor on the states: the gradient of keep * c (LSTM), or the part
                             of the gradient of keep * h that bypasses the recurrent product (GRU). A cell written by
@@ -598,8 +563,7 @@ def keep_gradient(cell: AnyCell, before: Arrays, dh: Array | None, carry: Array 
     gradient = mx.zeros(before["h"].shape[:2]) if dh is None else total(dh * before["h"], axis=-1)
     if carry is not None:
         states = [before[name] for name in "hc" if name in before and (name == "c" or cell.passes_h)]
-        joined_states = states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)  # [T, B, N H], like carry
-        gradient = gradient + total(carry * joined_states, axis=-1)
+        gradient = gradient + total(carry * joined(states), axis=-1)
     return gradient[..., None]
 
 
@@ -749,7 +713,7 @@ def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
 
 def total(x: Array, axis: int | Sequence[int]) -> Array:
     """Return the sum of x over `axis`. 16-bit numbers are summed in float32."""
-    return (x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x).sum(axis=axis)
+    return widened(x).sum(axis=axis)
 
 
 def flat(x: Array) -> Array:
