@@ -26,6 +26,7 @@ package.
 
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
@@ -295,49 +296,37 @@ def needed(nodes: list[Node] | tuple[Node, ...], outputs: Iterable[int], leaves:
     return sorted(found)  # a node's operands have smaller numbers
 
 
+@dataclass(eq=False, repr=False)
 class CellGraph:
     """A recurrent cell as a graph: one step forward and its gradient. All lists below are numbers of nodes in `nodes`.
 
-    apart: whether the cell reads the input's part and the recurrent part of each preactivation as two values. forward:
-    the new states. names: the names of the inputs that are differentiated, such as x0, the first preactivation, or s0,
-    the state h; the module's docstring lists them. back: the gradients of these inputs. saved: the nodes of the forward
-    pass that the backward pass reads, besides states and inputs. gates, states, inputs, params: how many the cell has.
+    counts: how many gates, states, inputs of each step and parameters the cell has. apart: whether the cell reads the
+    input's part and the recurrent part of each preactivation as two values. forward: the new states. names: the names
+    of the inputs that are differentiated, such as x0, the first preactivation, or s0, the state h; the module's
+    docstring lists them. For a user's cell `names_of` returns them. back: the gradients of these inputs. saved: the
+    nodes of the forward pass that the backward pass reads, besides states and inputs.
     """
 
     nodes: tuple[Node, ...]
+    counts: tuple[int, int, int, int]
     apart: bool
     forward: tuple[int, ...]
     back: tuple[int, ...]
     saved: tuple[int, ...]
-    gates: int
-    states: int
-    inputs: int
-    params: int
+    names: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        nodes: tuple[Node, ...],
-        counts: tuple[int, int, int, int],
-        apart: bool,
-        forward: tuple[int, ...],
-        back: tuple[int, ...],
-        saved: tuple[int, ...],
-        names: tuple[str, ...] | None = None,
-    ):
-        """Create the graph from its parts, which the class describes. counts: how many gates, states, inputs of each
-        step and parameters the cell has. names: the names of the inputs that are differentiated; None for a user's
-        cell, for which `names_of` returns them."""
-        self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
-        self.gates, self.states, self.inputs, self.params = counts
+    def __post_init__(self) -> None:
+        self.gates, self.states, self.inputs, self.params = self.counts
         # number: {name of an input: its node}
-        self.number: dict[str, int] = {node.value: n for n, node in enumerate(nodes) if node.op == "input"}
-        self.names: tuple[str, ...] = names or names_of(counts, apart)
+        self.number: dict[str, int] = {node.value: n for n, node in enumerate(self.nodes) if node.op == "input"}
         # The user's function. None for a built-in cell, and for the trial run of kernels, which gets only the graph.
         self.function: Callable[..., list[Any]] | None = None
         # A graph is a part of the key of every cache, so its hash is computed once. `names` and `function` are no part
         # of it: `names` follows from the other parts, and functions with equal graphs compute the same.
-        self.content: tuple[Any, ...] = (repr(nodes), counts, apart, forward, back, saved)
-        self.hash: int = hash(self.content)
+        parts = repr(self.nodes), self.counts, self.apart, self.forward, self.back, self.saved
+        self.content: tuple[Any, ...] = parts
+        self.hash: int = hash(parts)
+        self.names = self.names or names_of(self.counts, self.apart)
 
     def __hash__(self) -> int:
         return self.hash
@@ -425,8 +414,7 @@ class CellGraph:
 
     def to_json(self) -> list[Any]:
         """Return the graph as lists and numbers, from which `from_json` makes it again."""
-        counts = self.gates, self.states, self.inputs, self.params
-        return [[list(node) for node in self.nodes], counts, self.apart, self.forward, self.back, self.saved]
+        return [[list(node) for node in self.nodes], self.counts, self.apart, self.forward, self.back, self.saved]
 
 
 def from_json(content: list[Any]) -> CellGraph:
@@ -455,7 +443,7 @@ def cell_graph(
     forward: list[int],
     back: list[int],
     saved: list[int] | None = None,
-    names: tuple[str, ...] | None = None,
+    names: tuple[str, ...] = (),
 ) -> CellGraph:
     """Return the `CellGraph` of a finished graph. Remove the nodes that neither the new states nor the gradients need,
     and choose the nodes that the forward pass saves for the backward pass.
@@ -463,7 +451,7 @@ def cell_graph(
     counts: how many gates, states, inputs of each step and parameters the cell has. apart: whether the cell reads the
     input's part and the recurrent part of a preactivation as two values. forward: the nodes of the new states. back:
     the nodes of the gradients. saved, names: for a built-in cell the nodes that are saved, and the names of the inputs
-    that are differentiated. None for a user's cell: then `to_save` and `names_of` determine them.
+    that are differentiated. For a user's cell `to_save` and `names_of` determine them.
     """
     whole = needed(graph.nodes, [*forward, *back, *(saved or [])])  # the nodes that remain, by their old numbers
     number = {n: k for k, n in enumerate(whole)}  # {old number of a node: new number}

@@ -28,6 +28,7 @@ equal numbers, because BLAS (the library that multiplies matrices) is faster tha
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -47,20 +48,32 @@ def norm_options(problem: Problem) -> NormOptions:
 
 class Tiles:
     """Repeats a row [1, B] 8 times, to combine it with a contiguous array [n, B] that is viewed as [n / 8, 8 B]. NumPy
-    then runs fewer and longer loops, which takes less time."""
+    then runs fewer and longer loops, which takes less time. With several blocks a row [blocks, 1, B] has one row per
+    block, and an array [blocks * n, B] is viewed as [blocks, n / 8, 8 B]."""
 
-    def __init__(self, n: int, B: int, dtype: np.dtype):
-        """Allocate the memory of the repeated row. n, B: the shape of the array with which it is combined."""
-        times = 8 if n % 8 == 0 else 1  # if n cannot be divided, the row is not repeated
+    def __init__(self, n: int, B: int, dtype: np.dtype, blocks: int = 1):
+        """Allocate the memory of the repeated row. n: the rows of a block."""
+        # If n cannot be divided, or each row of the array is a single number, the row is not repeated.
+        times = 8 if n % 8 == 0 and B > 1 else 1
         # shape: the shape in which the array is viewed.
-        self.shape: tuple[int, int] = (n // times, times * B)
-        self.wide: Array = np.empty((1, times * B), dtype)
-        self.rows: Array = self.wide.reshape(times, B)  # a view of the same memory
+        self.shape: tuple[int, int, int] = (blocks, n // times, times * B)
+        self.repeats: bool = times > 1
+        self.wide: Array = np.empty((blocks, 1, times * B), dtype)
+        self.rows: Array = self.wide.reshape(blocks, times, B)  # a view of the same memory
 
     def __call__(self, row: Array) -> Array:
         """Return the repeated row. It is valid until the next call."""
+        if not self.repeats:
+            return row
         np.copyto(self.rows, row)
         return self.wide
+
+
+def to_factors(variance: Array, eps: Array) -> None:
+    """Turn variances into the factors 1 / sqrt(variance + eps), in place."""
+    np.add(variance, eps, variance)
+    np.sqrt(variance, variance)
+    np.reciprocal(variance, variance)
 
 
 class Normalisation:
@@ -88,7 +101,9 @@ class Normalisation:
         # row: a product with this row is the mean over a block. All its numbers are 1 / (rows of a block).
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
         # scaled_row: a product with this row is the mean of (array times scale) over a block.
-        self.scaled_row: Array = self.row if scale is None else (scale.reshape(blocks, 1, -1) * self.row)
+        self.scaled_row: Array = self.row
+        if scale is not None:
+            self.scaled_row = scale.reshape(blocks, 1, -1) * self.row if blocks > 1 else scale * self.row
         self.eps: Array = np.array(eps, dtype)
         # The scale and the shift are repeated to [n, B], so that no step needs a broadcast.
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
@@ -96,23 +111,39 @@ class Normalisation:
         # mean, other_mean: memory for means. spread: memory for r if a call passes none, as in a forward pass without
         # training.
         self.mean, self.other_mean, self.spread = (np.empty((blocks, 1, B), dtype) for _ in range(3))
-        self.scratch: Array = np.empty((n, B), dtype)
-        self.tiles: Tiles = Tiles(n, B, dtype)  # only `OneBlock` uses it
+        self.tiles: Tiles = Tiles(n // blocks, B, dtype, blocks)
+        self.use_scratch(np.empty((n, B), dtype))
+
+    def use_scratch(self, scratch: Array) -> None:
+        """Use this array [n, B] as scratch memory: a new one, or that of another norm of the same sizes, so that the
+        CPU's cache holds fewer arrays. wide_scratch: its view as [blocks, n / (8 blocks), 8 B] (see `Tiles`)."""
+        self.scratch: Array = scratch
+        self.wide_scratch: Array = scratch.reshape(self.tiles.shape)
+
+    def means(self, row: Array, a: Array, out: Array) -> None:
+        """Write to `out` [blocks, 1, B] the product of `row` with each block of a [n, B]. `dot` takes less time, but it
+        computes only a single block."""
+        if self.shape[0] == 1:
+            dot(row, a, out=out[0])
+        else:
+            np.matmul(row, a.reshape(self.shape), out=out)
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, B] the array a, normalised to mean 0 and variance 1 in each block, and to r [blocks, 1, B] the
         factors 1 / sqrt(variance + eps). y may be a itself."""
-        # parts, out: a and y, divided into blocks: [blocks, n / blocks, B].
-        parts, out, scratch = a.reshape(self.shape), y.reshape(self.shape), self.scratch.reshape(self.shape)
+        # tiles repeats a row as `shape` needs it. An array that is not contiguous has no such view.
+        tiles, shape, scratch = self.tiles, self.tiles.shape, self.wide_scratch
+        if not (a.flags.c_contiguous and y.flags.c_contiguous):
+            tiles, shape, scratch = np.asarray, self.shape, self.scratch.reshape(self.shape)
+        # parts, out: a and y, divided into blocks.
+        parts, out = a.reshape(shape), y.reshape(shape)
         if not self.centred:
-            np.matmul(self.row, parts, out=self.mean)
-            parts = np.subtract(parts, self.mean, out)
+            self.means(self.row, a, self.mean)
+            parts = np.subtract(parts, tiles(self.mean), out)
         np.multiply(parts, parts, scratch)
-        np.matmul(self.row, scratch, out=r)  # r is at first the variance: the mean of the squares
-        np.add(r, self.eps, r)
-        np.sqrt(r, r)
-        np.reciprocal(r, r)
-        np.multiply(parts, r, out)
+        self.means(self.row, self.scratch, r)  # r is at first the variance: the mean of the squares
+        to_factors(r, self.eps)
+        np.multiply(parts, tiles(r), out)
 
     def __call__(self, a: Array, out: Array, saved: Array | None = None) -> None:
         """Normalise a [n, B], scale and shift it, and write the result to `out`, which may be a itself. saved [n +
@@ -141,20 +172,24 @@ class Normalisation:
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block. If `centred`, the
         term mean(d scale) is left out: `centre_gradients` removes it from all gradients at the end.
         """
-        # self.scratch is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale). A
-        # product with self.scaled_row is the mean of (array times scale).
-        shape, dy, scratch = self.shape, np.multiply(d, y, self.scratch), self.scratch.reshape(self.shape)
-        np.matmul(self.scaled_row, scratch, out=self.mean)  # mean(d scale y)
+        # self.scratch is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale).
+        # `scratch` is a view of it; `tiles` repeats a row to the view's width.
+        tiles, shape, scratch = self.tiles, self.tiles.shape, self.wide_scratch
+        dy = np.multiply(d, y, self.scratch)
+        self.means(self.scaled_row, dy, self.mean)  # mean(d scale y)
         for total, terms in ((self.dscale, dy), (self.dshift, d)):
             if total is not None:
                 np.add(total, terms, total)
-        np.multiply(y.reshape(shape), self.mean, scratch)
+        np.multiply(y.reshape(shape), tiles(self.mean), scratch)
         if not self.centred:
-            np.matmul(self.scaled_row, d.reshape(shape), out=self.other_mean)  # mean(d scale)
-            np.add(scratch, self.other_mean, scratch)
+            self.means(self.scaled_row, d, self.other_mean)  # mean(d scale)
+            np.add(scratch, tiles(self.other_mean), scratch)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
-        np.multiply(scratch, r, out.reshape(shape))
+        if out.flags.c_contiguous:
+            np.multiply(scratch, tiles(r), out.reshape(shape))
+        else:  # `out` is some columns of the array of a chunk
+            np.multiply(self.scratch.reshape(self.shape), r, out.reshape(self.shape))
 
     def prepare_backward(self, scaled: Array, scale: bool, shift: bool) -> None:
         """Prepare calls of `before`. scaled [n, B]: memory for d times the scale; it may be d itself, which `before`
@@ -163,10 +198,6 @@ class Normalisation:
         # The sums over the steps are [n, B], one for each batch item, because summing over the batch at every step
         # would take longer. `add_gradients` sums over the batch after the last step.
         self.dscale, self.dshift = (np.zeros_like(scaled) if wanted else None for wanted in (scale, shift))
-
-    def share_scratch(self, other: "Normalisation") -> None:
-        """Use the scratch memory of another norm of the same sizes, so that the CPU's cache holds fewer arrays."""
-        self.scratch = other.scratch
 
     def add_gradients(self, products: WeightGradients, scale: str, shift: str) -> None:
         """Sum the gradients of scale and shift over the batch, and add them to the gradients that `products` collects.
@@ -178,11 +209,10 @@ class Normalisation:
 
 class OneColumn(Normalisation):
     """The layer normalisation of arrays [n, 1] in one block, for B = 1. It uses operations on vectors such as np.dot,
-    which take less time. If `centred`, no mean is subtracted, because the means are 0 already."""
+    which take less time."""
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
-        """Write to y [n, 1] the array a with mean 0 and variance 1, and the factor to r [1, 1, 1]. y may be a
-        itself."""
+        """Do the same as `Normalisation.normalise` for a, y [n, 1] and r [1, 1, 1]."""
         a, y = a[:, 0], y[:, 0]
         if not self.centred:
             a = np.subtract(a, dot(self.row[0], a), y)
@@ -191,12 +221,8 @@ class OneColumn(Normalisation):
         np.multiply(a, factor, y)
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Do the same as `Normalisation.before` for d, y, out [n, 1] and r [1, 1, 1]: write to `out` the gradient of a,
-        r (d scale - mean(d scale) - y mean(d scale y)), and add terms to dscale and dshift. These two and `scaled`, the
-        memory for d scale, come from `prepare_backward`."""
-        # `scratch` is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale). A product
-        # with `row` is the mean of (array times scale).
-        row, scratch, y = self.scaled_row.reshape(-1), self.scratch[:, 0], y[:, 0]
+        """Do the same as `Normalisation.before` for d, y, out [n, 1] and r [1, 1, 1]."""
+        row, scratch, y = self.scaled_row[0], self.scratch[:, 0], y[:, 0]
         dy = np.multiply(d[:, 0], y, scratch)
         mean = dot(row, dy)  # mean(d scale y)
         if self.dscale is not None:
@@ -204,79 +230,17 @@ class OneColumn(Normalisation):
         if self.dshift is not None:
             self.dshift += d
         np.multiply(y, mean, scratch)
-        if not self.centred:  # else `centre_gradients` subtracts the mean from the weight gradients after all steps
+        if not self.centred:
             np.add(scratch, dot(row, d[:, 0]), scratch)  # mean(d scale)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(self.scratch, r.item(), out)
 
 
-class OneBlock(Normalisation):
-    """The layer normalisation of contiguous arrays [n, B] in one block. It takes less time than the base class, because
-    it views the arrays as [n / 8, 8 B] (see `Tiles`); `wide_scratch` is such a view of the scratch memory. If
-    `centred`, no mean is subtracted, because the means are 0 already."""
-
-    def normalise(self, a: Array, y: Array, r: Array) -> None:
-        """Write to y [n, B] the array a with mean 0 and variance 1, and the factors to r [1, 1, B]. y may be a
-        itself."""
-        if not (a.flags.c_contiguous and y.flags.c_contiguous):
-            super().normalise(a, y, r)
-            return
-        # shape: [n / 8, 8 B], in which NumPy runs fewer and longer loops; `tiles` repeats a row [1, B] to this width.
-        tiles, shape, r = self.tiles, self.tiles.shape, r[0]
-        out = y.reshape(shape)
-        if not self.centred:
-            dot(self.row, a, out=self.mean[0])
-            np.subtract(a.reshape(shape), tiles(self.mean[0]), out)
-            a = y
-        np.multiply(a, a, self.scratch)
-        dot(self.row, self.scratch, out=r)
-        np.add(r, self.eps, r)
-        np.sqrt(r, r)
-        np.reciprocal(r, r)
-        np.multiply(a.reshape(shape), tiles(r), out)
-
-    def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Do the same as `Normalisation.before` for d, y, out [n, B] and r [1, 1, B]: write to `out` the gradient of a,
-        r (d scale - mean(d scale) - y mean(d scale y)), and add terms to dscale and dshift. These two and `scaled`, the
-        memory for d scale, come from `prepare_backward`."""
-        # self.scratch [n, B] is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale).
-        # `scratch` is the same memory, viewed as [n / 8, 8 B]; `tiles` repeats a row [1, B] to this width. A product
-        # with `row` is the mean of (array times scale). If `centred`, mean(d scale) is left out, because
-        # `centre_gradients` subtracts the means of the weight gradients after all steps.
-        tiles, scratch, row = self.tiles, self.wide_scratch, self.scaled_row.reshape(1, -1)
-        dy = np.multiply(d, y, self.scratch)
-        dot(row, dy, out=self.mean[0])  # mean(d scale y)
-        for total, terms in ((self.dscale, dy), (self.dshift, d)):
-            if total is not None:
-                np.add(total, terms, total)
-        np.multiply(y.reshape(tiles.shape), tiles(self.mean[0]), scratch)
-        if not self.centred:
-            dot(row, d, out=self.other_mean[0])  # mean(d scale)
-            np.add(scratch, tiles(self.other_mean[0]), scratch)
-        scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
-        np.subtract(scaled, self.scratch, self.scratch)
-        if out.flags.c_contiguous:
-            np.multiply(scratch, tiles(r[0]), out.reshape(tiles.shape))
-        else:  # `out` is not contiguous: it is some columns of the array of a chunk
-            np.multiply(self.scratch, r[0], out)
-
-    def prepare_backward(self, scaled: Array, scale: bool, shift: bool) -> None:
-        """Prepare calls of `before`: memory for d times the scale, and sums for the gradients of scale and shift, if
-        these are wanted."""
-        super().prepare_backward(scaled, scale, shift)
-        self.wide_scratch: Array = self.scratch.reshape(self.tiles.shape)
-
-    def share_scratch(self, other: Normalisation) -> None:
-        """Use the scratch memory of another norm of the same sizes, so that the CPU's cache holds fewer arrays."""
-        super().share_scratch(other)
-        self.wide_scratch = self.scratch.reshape(self.tiles.shape)
-
-
 def kind_for(sizes: tuple[int, int, int]) -> type[Normalisation]:
     """Return the class that normalises arrays of these sizes (blocks, n, B) in the least time."""
     blocks, _, B = sizes
-    return Normalisation if blocks > 1 else OneColumn if B == 1 else OneBlock
+    return OneColumn if blocks == B == 1 else Normalisation
 
 
 class NormOfC:
@@ -311,11 +275,6 @@ class NormOfC:
     def add_gradients(self, products: WeightGradients) -> None:
         """Add the gradients of scale and shift to the gradients that `products` collects."""
         self.norm.add_gradients(products, "norm_c_scale", "norm_c_shift")
-
-
-def norm_of_state(problem: Problem, v: Views) -> NormOfC | None:
-    """Return the layer normalisation of c, or None if c is not normalised."""
-    return NormOfC(problem, v) if norm_options(problem).c is not None else None
 
 
 def centred(blocks: int, array: Array) -> Array:
@@ -424,15 +383,20 @@ def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
     return kind_for(sizes)(sizes, norm.eps, dtype, v.get("norm_scale"), shift, centres(problem, v))
 
 
-def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisation:
-    """Return the layer normalisation of the input's product x Wx^T at one step. bias [G H], or None: it becomes a part
-    of the shift. v: the arrays of the call, from `with_centred_weights`."""
+def shift_of_input(problem: Problem, v: Views) -> Array | None:
+    """Return the shift of the norm of the input's product [G H], with the bias as a part of it; None without both."""
+    shift, bias = v.get("norm_input_shift"), bias_of(problem, v)
+    return bias if shift is None else shift if bias is None else shift + bias
+
+
+def norm_of_input(problem: Problem, v: Views) -> Normalisation:
+    """Return the layer normalisation of the input's product x Wx^T at one step, with the bias as a part of its shift.
+    v: the arrays of the call, from `with_centred_weights`."""
     (_, B, H, _, cell), dtype = problem[:5], v["Wh"].dtype
-    shift = v.get("norm_input_shift")
-    shift = bias if shift is None else shift if bias is None else shift + bias
+    scale, shift = v.get("norm_input_scale"), shift_of_input(problem, v)
     sizes = (norm_blocks(cell), cell.gates * H, B)
     is_centred = "Wx" in v and centres(problem, v)  # whether the products have a mean of 0 already
-    return kind_for(sizes)(sizes, norm_options(problem).eps, dtype, v.get("norm_input_scale"), shift, is_centred)
+    return kind_for(sizes)(sizes, norm_options(problem).eps, dtype, scale, shift, is_centred)
 
 
 class InputNormOfSteps:
@@ -443,7 +407,7 @@ class InputNormOfSteps:
     def __init__(self, problem: Problem, v: Views):
         """Allocate the memory for arrays [G H, B]. v: the arrays of the call, from `with_centred_weights`."""
         self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
-        self.norm: Normalisation = norm_of_input(problem, v, bias_of(problem, v))
+        self.norm: Normalisation = norm_of_input(problem, v)
         rows, dtype = problem.cell.gates * problem.H, v["x"].dtype
         # Memory for one step. y: the product, overwritten by the result. r: the factors, for the backward pass.
         self.y: Array = np.empty((rows, problem.B), dtype)
@@ -512,16 +476,14 @@ class InputNorm:
     def __init__(self, problem: Problem, v: Views):
         """Prepare the weights and the shift of one direction. v: the arrays of the call, from
         `with_centred_weights`."""
-        cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
-        blocks = norm_blocks(cell)
+        dtype, n, blocks = v["x"].dtype, problem.cell.gates * problem.H, norm_blocks(problem.cell)
         # blocks: into how many blocks the n = G H rows are divided; each block is normalised by itself.
         self.blocks: int = blocks
         # row: a product with this row is the mean over a block. BLAS computes it faster than np.mean.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
         self.eps: Array = np.array(norm_options(problem).eps, dtype)
         self.scale: Array | None = v.get("norm_input_scale")
-        shift, bias = v.get("norm_input_shift"), bias_of(problem, v)
-        self.shift: Array | None = bias if shift is None else shift if bias is None else shift + bias
+        self.shift: Array | None = shift_of_input(problem, v)
         self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
         self.centred: bool = self.Wx is not None and centres(problem, v)
 
@@ -538,9 +500,7 @@ class InputNorm:
         # r is at first the variance: the sum of squares over the rows i of each block k, divided by the number of rows.
         r = np.einsum("kin,kin->kn", parts, parts)[:, None]
         r /= parts.shape[1]
-        r += self.eps
-        np.sqrt(r, r)
-        np.reciprocal(r, r)
+        to_factors(r, self.eps)
         parts *= r
         return r
 
@@ -620,24 +580,18 @@ class Factor:
             return
         a = np.matmul(self.R, u, out=self.scratch)
         np.matmul(self.row, np.multiply(a, a, a), out=r)  # the variances
-        self.finish(r)
+        to_factors(r, self.wide_eps)
         if u.flags.c_contiguous and out.flags.c_contiguous:
             shape = self.tiles.shape
             np.multiply(u.reshape(shape), self.tiles(r), out.reshape(shape))
         else:
             np.multiply(u, r, out)
 
-    def finish(self, variance: Array) -> None:
-        """Turn variances into the factors, in place."""
-        np.add(variance, self.wide_eps, variance)
-        np.sqrt(variance, variance)
-        np.reciprocal(variance, variance)
-
     def of_rows(self, x: Array) -> Array:
         """Return r [T, B], the factor of the norm, for each x [T, B, K]. The variance is |R x|^2."""
         a = x.reshape(-1, x.shape[2]) @ self.R.T
         r = np.einsum("nk,nk->n", a, a)
-        self.finish(r)
+        to_factors(r, self.wide_eps)
         return r.reshape(x.shape[:2])
 
 
@@ -716,19 +670,21 @@ class ProductNorm:
         self.A: Array = np.zeros((len(W), W.shape[1]), W.dtype)
         self.S: Array = np.zeros_like(self.square)
 
-    def through(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
+    def through(
+        self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array, tiles: Tiles | None = None
+    ) -> None:
         """Turn E = W^T D [K, N] into the gradient of u [K, N], r E - c (W^T W u), in place. Also write c [1, N], which
         is r^2 m with m = r (u E) / GH, where u E is summed over K. square_u [K, N]: W^T W u. r [1, N]: the factors.
-        scratch [K, N]: memory that is overwritten."""
+        scratch [K, N]: memory that is overwritten. tiles: repeats rows for arrays that are all contiguous, or None."""
         np.matmul(self.row, np.multiply(u, E, scratch), out=c)  # m / r
-        np.multiply(E, r, E)
+        repeat, shape = (np.asarray, E.shape) if tiles is None else (tiles, tiles.shape)
+        E, square_u, scratch = E.reshape(shape), square_u.reshape(shape), scratch.reshape(shape)
+        np.multiply(E, repeat(r), E)
         c *= r * r * r  # c = r^2 m
-        np.subtract(E, np.multiply(square_u, c, scratch), E)
+        np.subtract(E, np.multiply(square_u, repeat(c), scratch), E)
 
     def through_column(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Do the same as `through` for one column, N = 1, in less time. Turn E = W^T D [K, 1] into the gradient of u,
-        which is r E minus c times square_u, in place. Write c [1, 1] = r^3 (u E) / GH. square_u [K, 1]: W^T W u. r [1,
-        1]. scratch [K, 1]: memory that is overwritten."""
+        """Do the same as `through` for one column, N = 1, in less time."""
         u, E, scratch, factor = u[:, 0], E[:, 0], scratch[:, 0], r.item()
         c[0, 0] = times = factor**3 / len(self.W) * float(dot(u, E))
         np.multiply(E, factor, E)
@@ -764,11 +720,11 @@ class RecurrentNorm:
         self.r: Array = saved[:, :1]  # [T, 1, B]
         self.h: Array = np.empty((chunk, P, B), dtype)  # h_in of each step of a chunk, feature-major
         self.c: Array = np.empty((1, chunk * B), dtype)  # c = r^2 m for each column of a chunk
-        self.tiles: Tiles = Tiles(P, B, dtype)
         self.scratch: Array = np.empty((P, B), dtype)
         # through_step: the function that turns E = Wh^T D into the gradient of h_in at one step. For B = 1 there is a
         # faster one.
-        self.through_step: Callable[..., None] = self.through_columns if B > 1 else self.norm.through_column
+        by_columns = partial(self.norm.through, tiles=Tiles(P, B, dtype))
+        self.through_step: Callable[..., None] = by_columns if B > 1 else self.norm.through_column
 
     def begin_chunk(self, start: int, h_in: Array) -> None:
         """Begin a chunk of steps: compute square_h = Wh^T Wh h_in for all of them, which the gradient of h_in needs.
@@ -802,18 +758,6 @@ class RecurrentNorm:
         the gradient of the norm's result. columns: the columns of this step among those of the chunk."""
         k = t - self.start  # the number of the step in the chunk
         self.through_step(self.h[k], self.square_h[k], self.r[t], dh, self.c[:, columns], self.scratch)
-
-    def through_columns(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Do the same as `ProductNorm.through` at one step, for contiguous arrays in less time: turn E = Wh^T D [P, B]
-        into the gradient of u = h_in, r E - c square_u, in place, and write c = r^3 (u E) / GH [1, B], with GH rows of
-        Wh. square_u: Wh^T Wh u. All arrays [P, B] are viewed as [P / 8, 8 B]; `tiles` repeats a row to this width."""
-        tiles, shape = self.tiles, self.tiles.shape
-        np.matmul(self.norm.row, np.multiply(u, E, scratch), out=c)  # (u E) / GH, summed over P
-        wide = E.reshape(shape)
-        np.multiply(wide, tiles(r), wide)
-        c *= r * r * r
-        scratch = scratch.reshape(shape)
-        np.subtract(wide, np.multiply(square_u.reshape(shape), tiles(c), scratch), wide)
 
     def end_chunk(self, dz: Array, h_in: Array, products: WeightGradients) -> None:
         """Add the terms of a chunk to the gradients of Wh, scale and shift. dz [GH, N]: the gradients of the norm's
@@ -888,7 +832,7 @@ class NormBackward:
         norm.prepare_backward(scaled=self.d, scale="norm_scale" in v, shift=has_shift)
         self.ended: Array | None = None  # the indices of the batch items that have ended before this step, or None
         if self.of_input is not None:
-            self.of_input.norm.share_scratch(norm)  # so that the CPU's cache holds fewer arrays
+            self.of_input.norm.use_scratch(norm.scratch)  # so that the CPU's cache holds fewer arrays
         self.candidate: slice = cell.block("n", problem.H) if "bhn" in v else slice(0)  # the rows of a GRU's candidate
         # dx: the gradients of the input's part of the gates in `other`, which a step writes. self.other: for each of
         # these gates its rows in `d` and its part of `dx`. Only a step that computes the norm of the input's product

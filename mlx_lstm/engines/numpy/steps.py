@@ -43,7 +43,6 @@ from .norms import (
     by_factors,
     input_norm_of,
     norm_of_preactivations,
-    norm_of_state,
     saved_rows,
     with_centred_weights,
 )
@@ -303,7 +302,7 @@ class Step:
         norm = of_input = norm_of_c = None
         if cell.norm is not None:
             v, norm, of_input = self.prepare_norms(problem, v, streamed, norms)
-            norm_of_c = norm_of_state(problem, v)
+            norm_of_c = NormOfC(problem, v) if cell.norm.c is not None else None
         of = cell.norm.of if cell.norm is not None and not self.by_factors else None
         # apart: whether the input's part must not be in one product with the recurrent part. negatable: the gates for
         # which such a product may be -z. copies_h: whether Wh multiplies another array than h itself.
@@ -535,7 +534,7 @@ class StepBackward:
         self.of_input: Any = None
         self.norm_of_c: NormOfC | None = None
         if cell.norm is not None:
-            self.norm_of_c = norm_of_state(problem, v)
+            self.norm_of_c = NormOfC(problem, v) if cell.norm.c is not None else None
             if cell.norm.of is not None:
                 more |= self.prepare_norms(problem, v, saved["norms"])
         self.input_by_step: bool = isinstance(self.of_input, InputNormOfSteps)  # whether `of_input` runs at every step

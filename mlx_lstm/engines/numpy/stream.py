@@ -43,7 +43,7 @@ class StreamedLayer:
         if not isinstance(products, JoinedProduct):  # compute x Wx^T here, with the bias as one more column of Wx
             bias = bias_of(problem, v)
             if cell.norm is not None and cell.norm.of == "products":
-                self.norm, bias = norm_of_input(problem, v, bias), None
+                self.norm, bias = norm_of_input(problem, v), None  # the norm adds the bias
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
             # inputs: the input's part of the preactivations. A large matrix is divided into blocks, each so small that
             # BLAS computes its product in one thread. product: a view of `inputs`, divided like the weights.
