@@ -50,6 +50,7 @@ from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
 from .ops.packed import dequantized
+from .ops.pointwise import gradients_by_mlx
 from .packing import packed_names
 from .problem import HALVES, SEQUENCES, Arrays, Problem
 from .tracing import MARKS_COME_FIRST, ZERO, custom_function, have_values, vjp, with_graphs_kept
@@ -161,8 +162,8 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
 def with_gradient(problem: Problem, arrays: Arrays) -> list[str]:
     """Return the names of the arrays that have a gradient: all arrays except lengths and the arrays of quantized
     weights."""
-    quantized = [] if problem.packing is None else packed_names(arrays)
-    return [name for name in arrays if name != "lengths" and name not in quantized]
+    no_gradient = {"lengths"} if problem.packing is None else {"lengths", *packed_names(arrays)}
+    return [name for name in arrays if name not in no_gradient]
 
 
 def differentiable(
@@ -246,7 +247,7 @@ def with_taps(
     set `used`. Outputs of one group in TAPS share a tap. chunked: holds the real sequences if chunks were evaluated, or
     None. mark: a scalar that the taps take as an argument, to notice that MLX asks for the gradient of x; or None."""
     shown = shown_of(problem)
-    for group in [[name for name in sharing if name in shown] for sharing in TAPS]:
+    for group in filter(None, [[name for name in sharing if name in shown] for sharing in TAPS]):
         outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked, mark), strict=True)
     return outputs
 
@@ -322,8 +323,6 @@ def tapped(
     mark: the scalar from `gradient_mark`, or None. The tap takes the mark as one more argument. So if MLX asks for the
     gradient of x, on which the mark depends, it calls the mark's vjp rule, too.
     """
-    if not names:
-        return ()
     shows = values if chunked is None else chunked.real_sequences(names, values)
     marks = () if mark is None else (mark,)
 
@@ -492,24 +491,17 @@ def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arra
     `before_steps` normalises this product, and `ops` runs the steps. So `ops` first computes the gradients of the
     normalised product and of the other arrays of the steps. From these MLX derives the gradients of the arrays of the
     call. floats: the arrays of the call, with dequantized weights."""
-    # names: the arrays that MLX differentiates. rest: lengths, which are integers and have no gradient.
-    names = [name for name in floats if name != "lengths"]
-    rest = {name: floats[name] for name in floats if name == "lengths"}
 
     # Return (cell, arrays) for the steps. There x is the normalised product, and the cell no longer normalises it. The
     # packing, the third result of `before_steps`, is left out: no weight is quantized here.
     def of_steps(arrays: Arrays) -> tuple[AnyCell, Arrays]:
         return before_steps(problem.cell, arrays, packing=None, directions=problem.directions, batch_first=False)[:2]
 
-    def before(*values: mx.array) -> list[mx.array]:
-        _, found = of_steps(dict(zip(names, values, strict=True)) | rest)
-        return [found[name] for name in found if name != "lengths"]
-
     cell, given = of_steps(floats)  # given: the arrays of the steps by name
     steps = problem._replace(cell=cell, names=tuple(given), packing=None)
     gradients = plain_gradients(steps, given, cotangents)
-    d = [gradients[name] for name in given if name != "lengths"]
-    return dict(zip(names, vjp(before, [floats[name] for name in names], d)[1], strict=True))
+    d = {name: gradients[name] for name in given if name != "lengths"}
+    return gradients_by_mlx(lambda arrays: of_steps(arrays)[1], floats, d)
 
 
 def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cotangents: Arrays, saved: Any) -> Arrays:
@@ -563,19 +555,9 @@ def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: st
     def refuse(*arguments: object) -> NoReturn:
         raise RuntimeError(error)
 
-    # The rule for mx.vmap: map `function` over the axes that MLX names, and refuse derivatives of the mapped function,
-    # too. Return the results, and for each result the axis along which it is mapped (0). `function` may evaluate its
-    # arguments; `with_graphs_kept` keeps their graphs, which an outer derivative needs.
-    def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
-        mapped = without_derivatives(mx.vmap(function, in_axes=axes), error)
-        results = with_graphs_kept(lambda: mapped(*values))
-        return results, (0,) * len(results)
-
-    wrapped = custom_function(function)
-    wrapped.vjp(refuse)
-    wrapped.jvp(refuse)
-    wrapped.vmap(vmap)
-    return wrapped
+    return with_rules(
+        function, refuse, refuse, lambda axes: without_derivatives(mx.vmap(function, in_axes=axes), error)
+    )
 
 
 def with_derivatives_of(
@@ -584,18 +566,29 @@ def with_derivatives_of(
     """Return a function that computes its results with `function`, and the derivatives of these results with `plain`.
     Both compute the same results, but the results of `function` have no graph, so MLX can differentiate only `plain`.
     Both take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
+    return with_rules(
+        function,
+        lambda values, cotangents, _: tuple(vjp(plain, values, cotangents)[1]),
+        lambda values, tangents: tuple(tangents_of(plain, values, tangents)),
+        lambda axes: with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes)),
+    )
 
-    # The rule for mx.vmap: map both functions over the axes that MLX names. Return the results, and for each result the
-    # axis along which it is mapped (0). `function` evaluates its arguments; `with_graphs_kept` keeps their graphs,
-    # which an outer derivative needs.
+
+def with_rules(
+    function: Callable[..., Any], vjp: Callable[..., Any], jvp: Callable[..., Any], mapped: Callable[[Any], Any]
+) -> Any:
+    """Return a custom function that calls `function`, with the rules vjp and jvp for its derivatives. mapped(axes): the
+    function to call inside mx.vmap: `function`, mapped over the axes that MLX names, with rules of its own."""
+
+    # The rule for mx.vmap. Return the results, and for each result the axis along which it is mapped (0). `function`
+    # may evaluate its arguments; `with_graphs_kept` keeps their graphs, which an outer derivative needs.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
-        mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))
-        results = with_graphs_kept(lambda: mapped(*values))
+        results = with_graphs_kept(lambda: mapped(axes)(*values))
         return results, (0,) * len(results)
 
     wrapped = custom_function(function)
-    wrapped.vjp(lambda values, cotangents, _: tuple(vjp(plain, values, cotangents)[1]))
-    wrapped.jvp(lambda values, tangents: tuple(tangents_of(plain, values, tangents)))
+    wrapped.vjp(vjp)
+    wrapped.jvp(jvp)
     wrapped.vmap(vmap)
     return wrapped
 

@@ -15,8 +15,9 @@ more inputs: e the gradient of a gate, i0 is h times the mask, k a limit, W0 a m
 all these operations to a graph, `primitive` adds one of them. The dict `found` has the node of each key. If a cell uses
 what it must not, NotPointwise is raised with the name of that operation, and `refuse` raises the error for the user.
 
-counts: how many gates, states, inputs of each step and parameters a cell has (`Counts`). given: arrays with the shapes
-and dtypes of a function's arguments; a trace does not read their values.
+counts: how many gates, states, inputs of each step and parameters a cell has (`Counts`). apart: whether the cell gets
+each preactivation as a pair. shape: (B, H), the shape of each array; dtype: float32 or float64. given: arrays with the
+shapes and dtypes of a function's arguments; a trace does not read their values.
 """
 
 import linecache
@@ -38,6 +39,7 @@ from . import definitions
 from .captures import Captured, Weakly, library_of
 from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
 from .cells import AnyCell, Cell, NormOptions, PointwiseCell, form_of
+from .problem import address_of, memory_of
 from .tracing import distinct, have_values, vjp
 
 OP = "pointwise"
@@ -108,26 +110,21 @@ class NotPointwise(Exception):
 
 def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
     """Return the graph of a cell, from a cache if the same function was traced for the same arguments and captures the
-    same numbers.
-
-    apart: whether the cell gets the input's part and the recurrent part of each preactivation as a pair. shape: (B, H),
-    the shape of each state. dtype: float32 or float64.
-    """
+    same numbers."""
     captured, step = Captured(cell), partial(called, cell, counts, apart)
     try:
         # If the search may have missed a number, the key also gets MLX's list of the cell's operations.
         key = captured.key if captured.is_whole else [*captured.key, listing(step, counts, apart, shape, dtype)]
         return cached_trace(Weakly(cell), counts, apart, shape, dtype, tuple(key)).of_function(step)
     except NotPointwise:  # MLX cannot list an operation; `trace` finds the text of the error for the user
-        return trace(cell, counts, apart, shape, dtype)
+        return trace(cell, counts, apart, shape, dtype).of_function(step)
 
 
 def listing(
     step: Callable[..., list[mx.array]], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype
 ) -> str:
     """Return MLX's list of the operations of a cell and of its gradient as text, with the exact numbers of the
-    constants. The list of the cell alone would lack mx.stop_gradient. step: the cell as a function of one list of
-    arrays; the other arguments are those of `traced`."""
+    constants. The list of the cell alone would lack mx.stop_gradient."""
 
     def results(*arrays: mx.array) -> list[mx.array]:
         n = len(arrays) - counts.states  # the cotangents of the new states come last
@@ -153,45 +150,39 @@ def cached_trace(
     dtype: mx.Dtype,
     captured: tuple[Any, ...],
 ) -> CellGraph:
-    """Return the graph of a cell from a cache. The graph does not refer to the user's function, so that the cache does
-    not keep the function alive. captured: the numbers and the code that the cell reads besides its arguments; as a part
-    of the cache's key they make sure that a changed cell is traced again. apart: whether the cell gets each
-    preactivation as a pair (input's part, recurrent part). shape: (B, H)."""
-    return trace(cell.function(), counts, apart, shape, dtype).of_function(None)
+    """Return the graph of a cell from a cache. captured: the numbers and the code that the cell reads besides its
+    arguments; as a part of the cache's key they make sure that a changed cell is traced again."""
+    return trace(cell.function(), counts, apart, shape, dtype)
 
 
 def arrays_of(
     counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype
 ) -> tuple[list[mx.array], list[mx.array]]:
-    """Return two lists of arrays of zeros with which a cell is traced. The first list has one array for each argument:
-    preactivations (twice as many if `apart`: the cell gets each as a pair of two parts), states, inputs and parameters.
-    The second list has one array for the cotangent of each new state. shape: (B, H)."""
+    """Return two lists of arrays of zeros with which a cell is traced: one array for each argument, and one for the
+    cotangent of each new state. With `apart` a preactivation is two arguments."""
     zeros = mx.zeros(shape, dtype)
     return [zeros] * (counts.gates * (1 + apart) + sum(counts[1:])), [zeros] * counts.states
 
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
-    """Trace a cell and its derivative by MLX. Return both as one `CellGraph`. apart: whether the cell gets each
-    preactivation as a pair (input's part, recurrent part). shape: (B, H), the shape of each array. Raise an error if
-    the cell is not pointwise."""
+    """Trace a cell and its derivative by MLX. Return both as one `CellGraph`, or raise an error if the cell is not
+    pointwise. The graph does not refer to the user's function, so that a cache of graphs does not keep it alive."""
     with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
         step = partial(called, cell, counts, apart)  # the cell as a function of one list of arrays
         given, d_states = arrays_of(counts, apart, shape, dtype)
-        graph = Graph()
+        graph, n = Graph(), len(given)
         try:
             names = [*names_of(counts, apart)]
             # `distinct` makes each result an array of its own: if two results differ only by an mx.stop_gradient, MLX's
             # export leaves one of them out.
             forward = absorb(graph, lambda *arrays: distinct(step(*arrays)), given, names)
-            # derives: the nodes that are added from now on belong to the derivative. gradient: a function of the
-            # arguments and of the cotangents d0, d1, ... of the new states.
-            graph.derives, gradient = True, partial(derivative, step, len(given))
-            back = absorb(graph, gradient, given + d_states, [*names, *(f"d{k}" for k in range(counts.states))])
+            graph.derives = True  # the nodes that are added from now on belong to the derivative
+            names += [f"d{k}" for k in range(counts.states)]  # the cotangents of the new states
+            back = absorb(graph, lambda *arrays: vjp(step, arrays[:n], arrays[n:])[1], given + d_states, names)
         except NotPointwise as error:
             refuse(cell, step, given, error.what)  # raises the error for the user
         cell_of = cell_graph(graph, counts, apart, forward, back)
         verify(cell_of, step, shape)
-        cell_of.function = step
         return cell_of
 
 
@@ -404,8 +395,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
 
 def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.array) -> list[mx.array]:
     """Call the cell with arrays in the order of `names_of`. Return the new states. Raise an error if their number,
-    type, shape or dtype is wrong. apart: whether the cell gets each preactivation as a pair (input's part, recurrent
-    part) instead of their sum."""
+    type, shape or dtype is wrong."""
     x, rest = arrays[: counts.gates], arrays[counts.gates :]  # x: the preactivations, or their input parts
     a: Sequence[Any] = x
     if apart:
@@ -434,12 +424,6 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
         if state.dtype == mx.bool_:
             fail(OP, f"the cell must return floats as states, state {k}", state.dtype)
     return [mx.broadcast_to(state, shape) for state in states]
-
-
-def derivative(step: Callable[..., list[mx.array]], n: int, *arrays: mx.array) -> list[mx.array]:
-    """Return the gradients of `step` with respect to the first n arrays. The remaining arrays are the cotangents of the
-    results of `step`."""
-    return vjp(step, arrays[:n], arrays[n:])[1]
 
 
 # --- From MLX's graph to ours ---
@@ -525,20 +509,12 @@ def captured_arrays(content: Exported, again: Exported) -> set[str]:
     ]
     for (key, one), (_, other) in zip(*pairs, strict=False):
         try:
-            same = one.size > 0 and address(one) == address(other)
+            same = one.size > 0 and address_of(memory_of(one)) == address_of(memory_of(other))
         except (ValueError, RuntimeError):  # a placeholder of mx.compile or mx.vmap
             same = True
         if same:
             captured.add(key)
     return captured
-
-
-def address(array: mx.array) -> int:
-    """Return the memory address of an array, which NumPy can tell. NumPy has no bfloat16, so such an array is viewed as
-    uint16, at the same address."""
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16)
-    return np.array(array, copy=False).__array_interface__["data"][0]
 
 
 def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], captured: set[str]) -> int:

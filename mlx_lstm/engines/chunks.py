@@ -33,7 +33,7 @@ from .ops import sweep as ops
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
 from .packing import packed_names
-from .problem import SEQUENCES, Array, Arrays, Chunks, Problem, masks_differ
+from .problem import SEQUENCES, Array, Arrays, Chunks, Problem, masks_differ, memory_of
 from .tracing import have_values
 
 
@@ -492,14 +492,6 @@ def with_steps(arrays: Arrays) -> list[str]:
 def states_of(problem: Problem) -> list[str]:
     """Return the names of the first states of a cell: h0 and, for an LSTM, c0."""
     return ["h0", "c0"] if "c" in problem.cell.outputs else ["h0"]
-
-
-def memory_of(array: Array) -> np.ndarray:
-    """Return a NumPy view of the memory of an evaluated array. NumPy has no bfloat16, so the view of a bfloat16
-    array has 16-bit integers."""
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16)
-    return np.array(array, copy=False)
 
 
 def copied_to_mlx(memory: np.ndarray) -> Array:

@@ -23,6 +23,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from .cells import AnyCell
 from .packing import Packing
@@ -169,3 +170,16 @@ def masks_differ(arrays: Arrays) -> bool:
     """Return whether the call has a mask that differs from step to step."""
     mask = arrays.get("mask")
     return mask is not None and mask.ndim == 3 and mask.shape[0] > 1
+
+
+def memory_of(array: Array) -> np.ndarray:
+    """Return a NumPy view of the memory of an evaluated array. NumPy has no bfloat16, so the view of a bfloat16
+    array has 16-bit integers."""
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)
+    return np.array(array, copy=False)
+
+
+def address_of(memory: np.ndarray) -> int:
+    """Return the memory address of the first element of a NumPy array."""
+    return memory.__array_interface__["data"][0]

@@ -22,7 +22,7 @@ import numpy as np
 from ..cells import AnyCell
 from ..directions import one_direction, part
 from ..packing import is_packed
-from ..problem import Arrays, Problem
+from ..problem import Arrays, Problem, address_of
 from .norms import centre_gradients, saved_rows
 from .passes import BackwardSweep, sweep_forward
 from .products import BATCH_MAJOR, FEATURE_MAJOR, TIME_MAJOR, Array, Order, Views, WeightGradients, factored_names
@@ -211,7 +211,7 @@ def place_of(array: Array) -> tuple[int, tuple[tuple[int, int], ...]]:
     The key leaves out axes of size 1, so x [1, B, I] and its only step [B, I] have the same key.
     """
     axes = [axis for axis in zip(array.shape, array.strides, strict=True) if axis[0] > 1]
-    return array.__array_interface__["data"][0], tuple(axes)
+    return address_of(array), tuple(axes)
 
 
 def multiplied(gradients: Arrays) -> Arrays:

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from ..ops.packed import matrix
 from ..packing import WEIGHTS, Packing, is_packed, packed_names
-from ..problem import Arrays
+from ..problem import Arrays, address_of, memory_of
 
 
 class Entry(NamedTuple):
@@ -68,10 +67,9 @@ def key_of(kind: Hashable, parameters: Any) -> Hashable:
     key: list[Hashable] = [kind]
     for path, leaf in tree_flatten(parameters):
         if isinstance(leaf, mx.array):
-            memory = leaf.view(mx.uint16) if leaf.dtype == mx.bfloat16 else leaf  # NumPy has no bfloat16
-            mx.eval(memory)
-            memory = np.array(memory, copy=False)
-            leaf = memory.__array_interface__["data"][0], memory.shape, memory.strides, leaf.dtype
+            mx.eval(leaf)
+            memory = memory_of(leaf)
+            leaf = address_of(memory), memory.shape, memory.strides, leaf.dtype
         key.append((path, leaf))
     return tuple(key)
 

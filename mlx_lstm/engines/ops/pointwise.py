@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..cell_tracer import values_of
 from ..cells import PointwiseCell
-from ..problem import Array, Arrays, Problem
+from ..problem import Array, Arrays
 from ..tracing import vjp
 
 
@@ -92,16 +92,14 @@ def pointwise_step(
     return saved, joined(after[1:]) if len(after) > 1 else c, after[0]
 
 
-def gradients_by_mlx(
-    forward: Callable[[Problem, Arrays], Arrays], problem: Problem, arrays: Arrays, cotangents: Arrays
-) -> Arrays:
-    """Return the gradients of all arrays except lengths. MLX derives them from the function `forward`. cotangents: the
-    cotangents of some of its outputs, by name."""
+def gradients_by_mlx(function: Callable[[Arrays], Arrays], arrays: Arrays, cotangents: Arrays) -> Arrays:
+    """Return the gradients of all arrays except lengths. MLX derives them from `function`, which takes and returns
+    arrays by name. cotangents: the cotangents of some of its results."""
     names = [name for name in arrays if name != "lengths"]
     lengths = {name: array for name, array in arrays.items() if name == "lengths"}
 
     def outputs_of(*values: Array) -> list[Array]:
-        outputs = forward(problem, dict(zip(names, values, strict=True)) | lengths)
+        outputs = function(dict(zip(names, values, strict=True)) | lengths)
         return [outputs[name] for name in cotangents]
 
     gradients = vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]

@@ -28,7 +28,7 @@ the norm of c.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -246,7 +246,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     saved: the outputs h, c and gates of the forward pass. cotangents: the cotangents of some outputs, by name.
     """
     if isinstance(problem.cell, PointwiseCell):
-        return gradients_by_mlx(forward, problem, arrays, cotangents)
+        return gradients_by_mlx(partial(forward, problem), arrays, cotangents)
     # A second derivative multiplies the mask by a gradient that is 0 in the padding, and NaN times 0 is NaN.
     given, arrays = arrays, with_zeros_in_padding(problem, arrays, ("mask",))
     if problem.bidirectional:
