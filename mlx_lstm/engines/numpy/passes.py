@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ..problem import SEQUENCES, Problem
-from .norms import InputNorm, InputProductNorm, NormBackward, NormOfC, RecurrentNorm, by_factors, with_centred_weights
+from .norms import InputNorm, InputProductNorm, by_factors, with_centred_weights
 from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
 from .steps import Step, StepBackward, steps_of
 
@@ -167,10 +167,8 @@ class BackwardSweep:
         for name, d_state in (("h0", self.dh), ("c0", self.dc)):
             if name in out:
                 out[name][...] = d_state.T
-        # Two kinds of norms of the input's product are left out: an `InputNorm` has added its gradients after each
-        # chunk, and a `NormBackward` adds those of its `InputNormOfSteps`.
         for norm in (self.step.norm, self.step.norm_of_c, self.step.of_input):
-            if isinstance(norm, NormBackward | RecurrentNorm | NormOfC | InputProductNorm):
+            if norm is not None and not isinstance(norm, InputNorm):  # which has added its gradients after each chunk
                 norm.add_gradients(self.products)
         # params: the name of the array with numbers per unit, "peephole" or "params". Sum its gradient over the batch.
         if (params := self.problem.cell.params) in out:

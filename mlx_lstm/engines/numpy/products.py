@@ -213,12 +213,9 @@ class SeparateProducts:
         # block: for how many steps one call of `load` computes the input's part. It is 1 without a product, or if the
         # norm takes one step at a time. For a wide batch the results of a block stay in the CPU's cache (AHEAD_ROWS).
         # Otherwise a block has as many steps as a product of the backward pass.
+        self.block: int = chunk_steps(problem) if B < WIDE_BATCH else min(T, max(1, AHEAD_ROWS // B))
         if (Wx is None and norm is None) or self.by_step:
-            self.block: int = 1
-        elif B >= WIDE_BATCH:
-            self.block = min(T, max(1, AHEAD_ROWS // B))
-        else:
-            self.block = chunk_steps(problem)
+            self.block = 1
         # For many rows of a wide batch append the bias to Wx as one more column, and ones to x. So the product includes
         # the bias, which saves a pass over the preactivations. For fewer rows copying Wx would cost more time.
         self.padded: Array | None = None  # [block, B, I + 1]: x with a column of ones
@@ -411,21 +408,16 @@ class WeightGradients:
         """Write the gradient of x for the steps from `start` to `stop`, if this gradient is requested. dz [GH, n]: the
         gradient of the preactivations of G gates with H units each, with n = steps x batch.
 
-        With Wx the gradient is dz^T Wx. Both directions then read the same x, so the direction that runs second adds
-        its gradient to the one that is written already. Without Wx the caller passes the product as x: each direction
-        has its own part of x, and the gradient of this part is dz.
+        With Wx the gradient is dz^T Wx. Without Wx the caller passes the product as x: each direction has its own part
+        of x, and the gradient of this part is dz.
         """
         if "x" not in self.out:
             return
         dx = self.out["x"][start:stop]
         if Wx is None:
             dx[...] = dz.T.reshape(dx.shape)
-            return
-        Wx = matrix(Wx)
-        if start in self.written:
-            dx += np.matmul(dz.T, Wx).reshape(dx.shape)
-        elif dx.flags.c_contiguous:
-            np.matmul(dz.T, Wx, out=dx.reshape(dz.shape[1], -1))
+        elif start not in self.written and dx.flags.c_contiguous:
+            np.matmul(dz.T, matrix(Wx), out=dx.reshape(dz.shape[1], -1))
+            self.written.add(start)
         else:
-            dx[...] = np.matmul(dz.T, Wx).reshape(dx.shape)
-        self.written.add(start)
+            self.add_input(start, stop, np.matmul(dz.T, matrix(Wx)))
