@@ -220,7 +220,8 @@ def check_engine(op: str, engine: Any) -> Engine | None:
 
 
 def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
-    """Raise ValueError if the device of the stream does not support this dtype. op: as in `check_engine`."""
+    """Raise ValueError if the device of the stream does not support this dtype. op: the name of the public function,
+    for the error text."""
     if device != "cpu" and dtype == mx.float64:
         raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
 
@@ -300,8 +301,8 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
         # state, so K is sqrt(T) / 4 there.
         auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
         # `numpy` has a fixed cost per chunk, which is small if a chunk has at least ROWS rows (steps x batch). So its
-        # chunks have as many steps, but not more than T / 8: the gates and states of T / 8 steps take less than half
-        # the memory of h and dx of all steps, so the option still saves memory.
+        # chunks have ROWS / B steps or more, but for this reason not more than T / 8: the gates and states of T / 8
+        # steps take less than half the memory of h and dx of all steps, so the option still saves memory.
         if engine == "numpy":
             auto = max(auto, min(ROWS // B, T // 8))
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True, is_long=longest < T)

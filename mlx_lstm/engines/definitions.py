@@ -10,8 +10,8 @@ A definition is called as lstm(cell, a, v, s):
             mask. W: the matrix of a second product, which is the projection Wp of an LSTM or the candidate's rows of Wh
             of a GRU. peephole: the weights p by gate. limit, projection limit: of the clips of c and of a projected h.
             norm: a function, the layer normalisation of c
-    s       the activations and other functions by name. `FUNCTIONS` computes; `engines.cell_tracer` passes functions
-            that write a graph
+    s       the activations and other functions by name. The functions in `FUNCTIONS` compute values; those that
+            `engines.cell_tracer` passes write a graph
 
 and returns ([h, c], gates), with the states after the step, h first, and the gates by letter. `known(engine, s, name)`
 returns s[name], or raises an error that names the engine if there is no such activation.

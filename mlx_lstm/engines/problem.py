@@ -123,7 +123,7 @@ class Problem(NamedTuple):
     plain: whether nobody can ask for a gradient, so that the outputs need no gradient function.
     return_gates, wants_last: whether the caller wants `gates`, and `hT`, `cT`.
     cotangents: the outputs that have a cotangent, for a gradient op; None for a forward op.
-    cut: a measured choice of how `fused` divides its work, or None if `fused` uses its own rules.
+    cut: a measured choice of how the engine `fused` divides its work, or None if `fused` uses its own rules.
     chunks: how the sequence is divided in time, or None if it is not divided.
     packing: how weights are quantized, or None if no weight is quantized.
     limits: the sizes above which different kernels run.

@@ -159,7 +159,8 @@ class Call(NamedTuple):
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
         # others: the arrays besides the arguments. `plan` checks whether they, too, have values (are not traced).
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
-        # return_gates: only if the gates have a cotangent. wants_last: always, as hT and cT may have one.
+        # The first field, return_gates, is true only if the gates have a cotangent. wants_last is always true, because
+        # hT and cT may have one.
         wanted = Wanted("gates" in names, training=True, wants_last=True, cotangents=names)
         problem, chosen = self.plan(arrays, others, sizes, packing, wanted)
         if "h" not in saved:

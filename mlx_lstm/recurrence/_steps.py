@@ -107,7 +107,7 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 class Steps(NamedTuple):
-    """The steps of a call with the option `keep` or `hold`.
+    """The steps of a call with the option `keep` (a factor on the states before each step) or `hold`.
 
     T, B: the number of time steps and the batch size. backwards: for each direction, whether it runs in reverse.
     batch_first: sequences are [B, T, .]. lengths [B]: the number of steps of each batch item, or None. hold: bool [T,
@@ -130,7 +130,8 @@ class Steps(NamedTuple):
     def live(self) -> Array:
         """Return a bool array [T, B] that is true where a step runs: the option `hold` does not skip the step, and the
         sequence has not ended. T, B: steps, batch items."""
-        # This is not `a & b`, because mx.vmap in MLX 0.32.4 loses the mapped axis if only b is mapped.
+        # This is not `self.alive() & ~self.hold`, because mx.vmap in MLX 0.32.4 loses the mapped axis of `a & b` if
+        # only b is mapped.
         return self.alive() if self.hold is None else mx.where(self.hold, False, self.alive())
 
     def engine_lengths(self) -> mx.array | None:
@@ -185,7 +186,8 @@ class Steps(NamedTuple):
             return inner
         live = self.live()
         ran = mx.cumsum(live.astype(mx.int32), axis=0)  # [T, B]: how many steps have run up to each time index
-        # keep: the factors on the states after held steps (which=1).
+        # keep [T, B, D]: at each step the product of the factors of the held steps since the last step that ran.
+        # which=1 selects this second result of `factors`.
         keep = self.each_direction(self.whole_keep(arrays), live, which=1) if "keep" in arrays else None
         outputs: dict[str, Any] = {}
         for name in ("h", "c"):
@@ -295,8 +297,8 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
         product = mx.where(closed, product, product * shifted(product, distance, first=1))
         closed = closed | shifted(closed, distance, first=1)
         distance *= 2
-    # The factor before step t is keep at t times the product at t - 1, or 1 for the first step. The factor after step t
-    # is the product at t.
+    # The factor before step t is keep[t] * product[t - 1]; at the first step the product before it is 1. The factor
+    # after step t is product[t].
     return keep * shifted(product, steps=1, first=1), product
 
 

@@ -376,8 +376,9 @@ class StepBackward:
             yc, _ = normalised(raw, blocks=1, eps=self.eps)
             found = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
         dz = joined([values[n] for n in self.of_x])
-        # dh_in: the gradient of h_in. With reset "before" it has three parts: one from the product of each gate r and
-        # z, and a third one from the candidate's product, which the graph computes as the gradient of i0.
+        # dh_in: the gradient of h_in. With reset "before" it has three parts: the products with Wh of the gates r and z
+        # give one each, and the candidate's product gives the third. The graph computes the third as the gradient of
+        # h_in, which it calls i0.
         if "i0" in of:
             dh_in = sum([values[n] @ self.Wh[block] for n, block in self.of_p], values[of["i0"]])
         else:
@@ -451,8 +452,8 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
 
 
 def projected_vector(cell: AnyCell, arrays: Arrays, after: Arrays) -> Array:
-    """Return the vector [.., H] that an LSTM's projection multiplies by Wp^T: o * activation(c), or with a norm of c o
-    * activation(norm(c)). after: h, c and the gates after one step or all steps."""
+    """Return the vector [.., H] that an LSTM's projection multiplies by Wp^T: o * activation(c) or, if the call
+    normalises c, o * activation(norm(c)). after: h, c and the gates after one step or all steps."""
     graph = graph_of(cell, ["Wp"], exposes=False)  # an LSTM with a projection; its gates have no cotangents
     # n: the node of this vector. The graph computes it from the gates and c, which are known.
     n, known = graph.operand("W0T"), dict[int, Any](known_after(graph, cell, after))
@@ -468,9 +469,9 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
         dz [T, B, D G H]    the gradient of the preactivations
         dh0, dc0            the gradients of the first states
         dh [T, B, D P]      for an LSTM, the gradient of h, for the gradient of the projection
-        da, dp, y           with a norm of the product or sum: the gradient of its result, the gradient of the product
-                            h Wh^T, while dz is that of the input's part, and the numbers with mean 0 and variance 1,
-                            before scale and shift
+        da, dp, y           with a norm of the product h Wh^T, or of its sum with the input's part: the gradient of its
+                            result, the gradient of the product, and the numbers with mean 0 and variance 1, before
+                            scale and shift
         dn, yc              with a norm of c: da and y of this norm
         carry [T, B, D H]   with the option `keep`, a factor on the states: the gradient of keep * c (LSTM), or the part
                             of the gradient of keep * h that bypasses the recurrent product (GRU). A cell written by
