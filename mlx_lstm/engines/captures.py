@@ -306,8 +306,10 @@ def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
     """Return the variables of enclosing functions and the global variables that a function reads, as pairs (name,
     value)."""
     # A cell of Python holds a variable that an enclosing function shares with the functions inside of it.
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = [(name, cell.cell_contents) for name, cell in cells if cell_is_full(cell)]
+    held: list[tuple[str, Any]] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # the variable has no value yet
+            held.append((name, cell.cell_contents))
     # Without texts: the key in `parameters["W"]` is no global variable W.
     names = [name for name in names_in(function.__code__, with_texts=False) if name in function.__globals__]
     return [*held, *((name, function.__globals__[name]) for name in names)]
@@ -320,12 +322,3 @@ def names_in(code: CodeType, with_texts: bool = True) -> tuple[str, ...]:
     inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each, with_texts)]
     texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
     return tuple(dict.fromkeys([*code.co_names, *inner, *(texts if with_texts else [])]))
-
-
-def cell_is_full(cell: Any) -> bool:
-    """Return whether a variable of an enclosing function, held in a closure's cell, has a value yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -63,10 +63,7 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
     evaluates = chunks.is_long and have_values(list(arrays.values()))
     if not evaluates and (plain or not chunks.recomputes):
         return None
-    # Without training (`problem.training`) a gradient is unlikely, so the forward pass saves no arrays for it. If MLX
-    # asks for one after all, the backward pass runs each chunk forward again.
-    recomputes = chunks.recomputes or not problem.training
-    return Chunked(chunks._replace(recomputes=recomputes), engine, module, problem.batch_first, evaluates)
+    return Chunked(problem, chunks, engine, module, evaluates)
 
 
 class Chunked:
@@ -80,19 +77,20 @@ class Chunked:
     place of the results: see `saved_of`, `stand_ins` and `real_sequences`.
     """
 
-    def __init__(self, chunks: Chunks, engine: str, module: Any, batch_first: bool, evaluates: bool):
+    def __init__(self, problem: Problem, chunks: Chunks, engine: str, module: Any, evaluates: bool):
         """Prepare a run in chunks. module: the module of the engine, with the functions `forward` and `backward`.
-        batch_first: whether sequences are batch-major in memory. evaluates: whether each chunk is evaluated before the
-        next one starts."""
-        self.steps, self.recomputes = chunks.steps, chunks.recomputes
-        self.engine: str = engine
-        self.module: Any = module
-        self.batch_first: bool = batch_first
-        self.evaluates: bool = evaluates
-        # State of the current pass. eager: whether each chunk is evaluated. takes_numpy: whether the engine accepts
-        # NumPy arrays. pending: results of the last chunk, for which the next chunk waits if chunks are not evaluated.
+        evaluates: whether each chunk is evaluated before the next one starts."""
+        self.steps: int = chunks.steps
+        # Without training a gradient is unlikely, so the forward pass saves no arrays for it. If MLX asks for one after
+        # all, the backward pass runs each chunk forward again.
+        self.recomputes: bool = chunks.recomputes or not problem.training
+        self.engine, self.module, self.evaluates = engine, module, evaluates
+        self.batch_first: bool = problem.batch_first  # whether sequences are batch-major in memory
+        # Only the engine `numpy` reads NumPy arrays, and only without quantized weights, which it dequantizes by MLX.
+        self.takes_numpy: bool = engine == "numpy" and problem.packing is None
+        # State of the current pass. eager: whether each chunk is evaluated. pending: results of the last chunk, for
+        # which the next chunk waits if chunks are not evaluated.
         self.eager: bool = evaluates
-        self.takes_numpy: bool = False
         self.pending: list[Array] = []
         # held: the sequences that `forward` computed, until the caller gets them; the function that MLX differentiates
         # returns zeros in their place (see `stand_ins`). dtypes: the dtypes of the results of this function.
@@ -148,7 +146,7 @@ class Chunked:
         """Run the forward pass. Return the outputs in the dtype of x, with gates only if the caller wants them. Also
         return what the backward pass reads, in the dtype of the engine: the states at the start of each chunk and, if
         chunks are not recomputed, the outputs of all steps."""
-        self.begin(problem, self.evaluates)
+        self.eager, self.pending = self.evaluates, []
         if self.engine != "numpy":  # engine `numpy` caches dequantized weights itself
             arrays = dequantized(problem.packing, arrays)
         (T, B, H, P), D, dtype = problem[:4], problem.directions, arrays["x"].dtype
@@ -242,9 +240,8 @@ class Chunked:
         # Chunks are evaluated only if all arrays have values; in a Jacobian by mx.vmap the cotangents have none.
         # transforming=False: `have_values` does nothing to keep the graphs of the arrays that it evaluates, because MLX
         # calls this in a vjp rule, where it keeps these graphs anyway.
-        self.begin(
-            problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
-        )
+        given = [*arrays.values(), *cotangents.values()]
+        self.eager, self.pending = self.evaluates and have_values(given, transforming=False), []
         sequences = {}
         # Allocate a gradient for each array that has a time axis, such as x. With two directions the gradient of x may
         # be a sum of two gradients. The sum of 16-bit gradients is computed in float32, so that it is rounded once.
@@ -322,13 +319,6 @@ class Chunked:
         return bounds[::-1] if problem.reverse else bounds
 
     # --- How chunks pass arrays on -----------------------------------------------------------------------------------
-
-    def begin(self, problem: Problem, eager: bool) -> None:
-        """Prepare the attributes for a forward or backward pass over all chunks. eager: whether each chunk is evaluated
-        before the next one starts."""
-        self.eager, self.pending = eager, []  # pending: the results of a chunk, for which the next chunk waits
-        # Only the engine `numpy` reads NumPy arrays, and only without quantized weights, which it dequantizes by MLX.
-        self.takes_numpy = self.engine == "numpy" and problem.packing is None
 
     @contextmanager
     def beside_the_engine(self) -> Iterator[None]:

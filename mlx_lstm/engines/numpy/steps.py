@@ -279,7 +279,6 @@ class Step:
         steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
-        self.apart: bool = plan.graph.apart
         self.by_factors: bool = False
         self.enter: Callable[[int, Array, Array], Any] | None = None
         """enter(t, h, out) writes to `out` the array that Wh multiplies at step t, such as h [P, B] times the mask.
@@ -296,7 +295,7 @@ class Step:
         of = cell.norm.of if cell.norm is not None and not self.by_factors else None
         # apart: whether the input's part must not be in one product with the recurrent part. negatable: the gates for
         # which such a product may be -z. copies_h: whether Wh multiplies another array than h itself.
-        apart = self.apart or not cell.recurrent or of in ("product", "products") or of_input is not None
+        apart = plan.graph.apart or not cell.recurrent or of in ("product", "products") or of_input is not None
         negatable = plan.negatable if norm is None else ""
         copies_h = self.enter is not None
         self.products: Any = (
@@ -321,10 +320,9 @@ class Step:
         if "bhn" in v:
             more |= {"z_n": z[cell.block("n", H)], "bhn": np.repeat(v["bhn"][:, None], B, axis=1)}
         # adds: whether the step adds the input's part to z, because no `JoinedProduct` includes it.
-        adds = bool(plan.rows) and not self.apart and not isinstance(products, JoinedProduct)
+        adds = bool(plan.rows) and not plan.graph.apart and not isinstance(products, JoinedProduct)
         saves = problem.training or problem.return_gates
         build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v, of)
-        self.product: Array = product
         self.run: Callable[..., None] = build(H, B, dtype, z, weights, product, more)
 
     def prepare_norms(
