@@ -124,13 +124,9 @@ class Chunked:
         return outputs
 
     def real_sequences(self, names: list[str], values: list[Array]) -> list[Array]:
-        """Return `values`, but with the real sequences in place of their stand-ins. names: the names of the values,
-        which are outputs of the call.
-
-        MLX got an array of zeros, a stand-in, instead of a sequence that it would keep in memory (`stand_ins`). Each
-        returned sequence is removed from `held`, so that only the caller keeps it. Without stand-ins `held` is empty,
-        and `values` is returned unchanged.
-        """
+        """Return `values`, the outputs of the call with these names, but with the real sequences in place of their
+        stand-ins (see `stand_ins`). Each returned sequence is removed from `held`, so that only the caller keeps it.
+        Without stand-ins `values` is returned unchanged."""
         if not self.held:
             return values
         return [self.held.pop(name, value) for name, value in zip(names, values, strict=True)]
@@ -180,7 +176,7 @@ class Chunked:
         return results | {name: sequence.array for name, sequence in sequences.items()}
 
     def starts(self, problem: Problem, arrays: Arrays, outputs: Arrays) -> Arrays:
-        """Return h_starts and c_starts, the states at the start of each chunk, read from the outputs of all steps."""
+        """Return h_starts and c_starts, read from the outputs of all steps."""
         by_d = []  # for each direction its dict of starts. own: the problem of one direction
         for d, own, (own_arrays,) in by_direction(problem, arrays):
             first: Arrays = dict(zip(("h0", "c0"), initial_states(own, own_arrays), strict=True))
@@ -191,7 +187,7 @@ class Chunked:
                 states, first_state = half(states, d) if problem.bidirectional else states, memory_of(first[name])
                 lengths, bounds = arrays.get("lengths"), sorted(self.bounds(own))
                 lengths = None if lengths is None else memory_of(lengths)
-                # rows: the state before each chunk, in the order of time (`sorted`).
+                # rows: the state before each chunk, in the order of time.
                 rows = [state_before(own, states, first_state, lengths, *chunk) for chunk in bounds]
                 starts[f"{name[0]}_starts"] = copied_to_mlx(np.stack(rows))
             by_d.append(starts)
@@ -199,15 +195,14 @@ class Chunked:
 
     def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, sequences: dict[str, "SequenceBuffer"]) -> Arrays:
         """Run the chunks of direction d forward and write their parts of the sequences. Return the last states and the
-        states at the start of each chunk. problem: the description of this direction. sequences: the buffers of h, c
-        and gates."""
+        states at the start of each chunk. problem, arrays: those of this direction. sequences: the buffers of h, c and
+        gates."""
         # shared: arrays that all chunks read as a whole. by_step: arrays with one row per step. starts: {first step of
         # a chunk: the states before it}.
         shared, by_step, starts = self.shared_by_steps(arrays), self.by_step(arrays), {}
         h0, c0 = initial_states(problem, arrays)
         states = {"h0": h0, "c0": widened(c0)}  # c is at least float32, as in the engines' outputs
-        # `prepared` casts the states to the dtypes that the engine reads. In eager mode it also copies them, so that
-        # MLX can free the graph of the chunk that computed them.
+        # In eager mode `prepared` copies the states, so that MLX can free the graph of the chunk that computed them.
         states = self.prepared({name: states[name] for name in states_of(problem)})
         if self.recomputes:  # `backward` runs each chunk again, so the engine saves nothing
             problem = problem._replace(training=False)
@@ -220,7 +215,7 @@ class Chunked:
             states = {name: outputs[f"{name[0]}T"] for name in states}
             self.write(sequences, d, start, stop, outputs, states)
             states = self.prepared(states)
-        # Name the results: from the name h0 of a state, whose letter is name[0], make hT and h_starts.
+        # Name the results: h0, whose letter is name[0], becomes hT and h_starts.
         last = {f"{name[0]}T": state for name, state in states.items()}
         in_time = [starts[start] for start in sorted(starts)]
         return last | {f"{name[0]}_starts": mx.stack([each[name] for each in in_time]) for name in states}
@@ -234,9 +229,8 @@ class Chunked:
         left_out: tuple[str, ...] = (),
     ) -> Arrays:
         """Run the backward pass. Return the gradients of all arrays, each in the dtype of its array. saved: the results
-        of `forward` that this method reads. They are the states at the start of each chunk and, if chunks are not
-        recomputed, the outputs of all steps. left_out: names of gradients that nobody asks for, which `numpy` does not
-        compute."""
+        of `forward` that `results_saved` names. left_out: names of gradients that nobody asks for, which `numpy` does
+        not compute."""
         # Chunks are evaluated only if all arrays have values; in a Jacobian by mx.vmap the cotangents have none.
         # transforming=False: `have_values` does nothing to keep the graphs of the arrays that it evaluates, because MLX
         # calls this in a vjp rule, where it keeps these graphs anyway.
@@ -272,8 +266,7 @@ class Chunked:
         left_out: tuple[str, ...],
     ) -> Arrays:
         """Run the chunks of direction d backward. Write the gradients of arrays with steps, such as x, to `sequences`,
-        and return the gradients of the other arrays. problem: the description of this direction. saved: what the
-        forward pass saved, among it the states at the start of each chunk. cotangents: the cotangents of some outputs.
+        and return the gradients of the other arrays. problem, arrays, saved, cotangents: those of this direction.
         left_out: names of gradients that nobody asks for."""
         # starts: {"h0": "h_starts", "c0": "c_starts"}. sums: the gradients of the weights, summed over the chunks so
         # far.
@@ -283,8 +276,8 @@ class Chunked:
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
         # The cotangents of the states after a chunk. For the last chunk they are the caller's cotangents of hT and cT,
-        # for each earlier chunk the gradients of the first states of the chunk after it. `prepared` casts them to the
-        # engine's dtypes and, in eager mode, copies them, so that MLX can free the graph that computed them.
+        # for each earlier chunk the gradients of the first states of the chunk after it. In eager mode `prepared`
+        # copies them, so that MLX can free the graph that computed them.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
             # n: the number of the chunk in the order of time. Only the last chunk in time may have fewer than
@@ -304,8 +297,8 @@ class Chunked:
             for name, of_chunks in starts.items():
                 if of_chunks in cotangents:  # h_starts and c_starts have a cotangent only in a second derivative
                     after[f"{name[0]}T"] += cotangents[of_chunks][n, ...]
-            # terms: this chunk's gradients of the arrays without steps, such as weights. Their sum over all chunks is
-            # the gradient of such an array.
+            # terms: this chunk's gradients of the arrays without steps, such as weights, whose gradients are sums over
+            # all chunks.
             terms = {name: widened(gradient) for name, gradient in gradients.items() if name not in sequences}
             self.write(sequences, d, start, stop, gradients, after | terms)
             after, sums = self.prepared(after), self.added(sums, terms)
@@ -343,9 +336,8 @@ class Chunked:
         return rows
 
     def steps_of(self, by_step: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return the steps from `start` to `stop` of the arrays in the dict `by_step`, which the method `by_step`
-        returned. The results have the dtypes that the engine reads. They are NumPy views if the engine accepts these,
-        else MLX arrays."""
+        """Return the steps from `start` to `stop` of the arrays that the method `by_step` returned, in the dtypes that
+        the engine reads. The results are NumPy views if the engine accepts these, else MLX arrays."""
         rows = {name: array[start:stop] for name, array in by_step.items()}
         if self.takes_numpy and all(array.itemsize > 2 for array in rows.values()):  # no array has 16 bits
             return rows
@@ -356,11 +348,9 @@ class Chunked:
         return for_engine(self.engine, rows)
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        """Return the arrays in the dtypes that the engine reads. In eager mode return copies that have no graph.
-
-        While MLX computes a gradient it keeps the graphs of all arrays, so without the copies the graphs of all chunks
-        would stay in memory. Engine `numpy` needs no copies, because its results have no graph.
-        """
+        """Return the arrays in the dtypes that the engine reads. In eager mode return copies that have no graph: while
+        MLX computes a gradient it keeps the graphs of all arrays, so those of all chunks would stay in memory. Engine
+        `numpy` needs no copies, because its results have no graph."""
         if self.eager and self.engine != "numpy":
             mx.eval(arrays)
             arrays = {name: copied_to_mlx(memory_of(array)) for name, array in arrays.items()}
@@ -373,7 +363,7 @@ class Chunked:
         the chunk's results that are not sequences, such as its last states.
 
         In eager mode first evaluate all these results. Otherwise note them in `pending`: `steps_of` makes the input of
-        the next chunk depend on them, so that MLX computes the chunks one after the other.
+        the next chunk depend on them.
         """
         rows = {name: results[name].astype(sequence.dtype) for name, sequence in sequences.items()}
         if self.eager:
@@ -384,8 +374,8 @@ class Chunked:
             self.pending = [*others.values(), *(sequence.memory for sequence in sequences.values())]
 
     def added(self, sums: dict[str, Any], terms: Arrays) -> dict[str, Any]:
-        """Return the sums over chunks, with the terms of one more chunk added. sums: a dict by name, empty before the
-        first chunk. In eager mode the sums are NumPy arrays, which are added in place."""
+        """Return the sums over chunks, a dict by name, with the terms of one more chunk added. In eager mode the sums
+        are NumPy arrays, which are added in place."""
         if not self.eager:
             return {name: term + sums[name] if sums else term for name, term in terms.items()}
         if not sums:
@@ -418,11 +408,10 @@ class SequenceBuffer:
         first = 0 if rows.shape[-1] == self.width else d * rows.shape[-1]  # the first column of this direction
         steps, columns = slice(start, stop), slice(first, first + rows.shape[-1])
         at = (slice(None), steps, columns) if self.batch_first else (steps, slice(None), columns)
-        # In eager mode NumPy writes to the view; MLX would copy the whole sequence for each chunk.
         target: Any = self.memory if self.view is None else self.view
         source: Any = rows if self.view is None else memory_of(rows)
         source = source.swapaxes(0, 1) if self.batch_first else source
-        # If the columns of direction 1 begin at 0, both directions share them, and the rows of direction 0 are there
+        # If the columns of direction 1 begin at 0, both directions share them, and those of direction 0 are there
         # already.
         target[at] = target[at] + source if d and not first else source
 
