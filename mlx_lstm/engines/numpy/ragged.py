@@ -48,8 +48,8 @@ class Segment(NamedTuple):
         return sequence[self.start : self.stop][:, self.items]
 
     def of_features(self, sequence: Array) -> Array:
-        """Return the part of a sequence [T, B, .] that belongs to this segment. The sequence is feature-major in
-        memory, and so is the result: each step is contiguous as [., B]."""
+        """Do the same as `of_steps` for a sequence that is feature-major in memory. In the result, too, each step is
+        contiguous as [., B]."""
         steps = sequence[self.start : self.stop].transpose(FEATURE_MAJOR)
         if isinstance(self.items, slice):
             return steps[:, :, self.items].transpose(FEATURE_MAJOR)
@@ -57,8 +57,7 @@ class Segment(NamedTuple):
 
     def write(self, sequence: Array, part: Array) -> None:
         """Write `part`, the results of this segment, into its place in a sequence [T, B, .]. If the sequence is
-        feature-major in memory, both arrays are first transposed to [T, ., B], so that NumPy writes it in the order of
-        its memory."""
+        feature-major in memory, NumPy writes it in the order of its memory."""
         target, source = sequence[self.start : self.stop], part
         if target.strides[1] < target.strides[2]:  # feature-major: two items are closer than two features
             target.transpose(FEATURE_MAJOR)[:, :, self.items] = source.transpose(FEATURE_MAJOR)
@@ -82,9 +81,8 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
     T, B = problem[:2]
     if T == 1:
         return []
-    # A longer segment wastes more time on items that have ended within it. But each segment costs as much as one or two
-    # steps more, because its arrays are copied. The sum of both costs is smallest near sqrt(T) steps. A new segment
-    # must also have at least `enough` items less than the segment before: 4, or an eighth of a small batch.
+    # A longer segment wastes more time on items that have ended within it, but each segment costs as much as one or two
+    # steps more, because its arrays are copied. The sum of both costs is smallest near sqrt(T) steps.
     shortest, enough = isqrt(T), min(ENDED, B / 8)
     lengths, found, start = v["lengths"], [], 0
     live = np.flatnonzero(lengths > 0)  # the items of the current segment
@@ -176,8 +174,7 @@ def backward_in_segments(
     """
     out, dtype = products.out, v["x"].dtype
     d_states = states_of(problem, dv, "T", dtype, has_c="c" in saved)
-    # With a wide batch the steps read Wh fastest if Wh^T is contiguous. So copy Wh^T once for all segments;
-    # ordered["Wh"] is its transpose, with the shape of Wh.
+    # With a wide batch the steps read Wh fastest if Wh^T is contiguous. So copy it once for all segments.
     ordered = {"Wh": transposed(v["Wh"], problem).T} if "Wh" in v else {}
     adds = "Wx" in v and bool(products.written)  # whether the other direction has written its gradient of x already
     # d_states: the gradients of the current states of all items. A segment reads those of its items as cotangents of

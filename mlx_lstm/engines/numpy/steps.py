@@ -119,6 +119,10 @@ def function_of(
     return made_here["build"]
 
 
+ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "N0", "direct", "di", "m", "dh", "operand")
+"""The names in generated code of arrays that have one block, or of other values, such as the limit k0."""
+
+
 class Plan:
     """How the steps of a cell are computed: the cell's graph, and properties of it that decide which code is
     generated."""
@@ -150,6 +154,16 @@ class Plan:
         self.reads_h: bool = graph.reads_after(0)
         self.holds_h: bool = self.passes_h or graph.reads("s0")
         self.recomputed: list[int] = graph.recomputed  # the gates whose recurrent product the backward pass recomputes
+        # sizes: {array of the generated code: the number of its blocks}. at: {name of a graph's input: its place}, for
+        # the inputs of which a forward and a backward step agree. wide: the arrays that have P rows, the width of a
+        # projected h: h after a step, its gradient, and the gradient of h before its clip.
+        U, V, C = graph.inputs, graph.params, graph.states - 1
+        self.sizes: dict[str, int] = {"y": len(graph.saved), "q": len(self.recomputed), "dx": len(self.other)}
+        self.sizes |= dict.fromkeys(("z", "xs", "e", "dz"), graph.gates) | dict.fromkeys(("c", "c_prev", "dc"), C)
+        self.sizes |= dict.fromkeys(("us", "du"), U) | dict.fromkeys(("w", "dw"), V) | dict.fromkeys(ALONE, 1)
+        self.at: dict[str, Place] = {name: Place(name, 0) for name in ALONE} | inputs_in("us", U, letter="u")
+        self.at |= inputs_in("c_prev", C, letter="s", first=1) | inputs_in("w", V, letter="w")
+        self.wide: tuple[str, ...] = ("n0", "d0", "dh") if self.projects else ()
 
 
 plan_of_form = lru_cache(128)(Plan)
@@ -205,14 +219,6 @@ def inputs_in(array: str, count: int, letter: str, first: int = 0) -> dict[str, 
     return {f"{letter}{first + k}": place for k, place in enumerate(places(array, count))}
 
 
-ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "N0", "direct", "di", "m", "dh")
-"""The names in generated code of arrays that have one block, or of other values, such as the limit k0."""
-
-WIDE = ("n0", "d0", "dh")
-"""The arrays that have P rows, the width of a projected h: h after a step, its gradient, and the gradient of h before
-its clip."""
-
-
 @lru_cache(256)
 def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bool, bhn: bool, of: str | None) -> Build:
     """Return the function that builds a forward step: step(operand, xs, s0, c_prev, y, c, n0, norms=None).
@@ -239,22 +245,16 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
     # x: the array of the preactivations or, with `apart`, of their input parts.
     x = "z" if plan.rows and not graph.apart else "xs"
-    at = inputs_in("c_prev", carried, letter="s", first=1) | inputs_in("us", graph.inputs, letter="u")
-    at |= inputs_in("w", graph.params, letter="w")
-    at |= {name: Place(name, 0) for name in ("s0", "k0", "k1", "W0T", "N0")}
+    at = plan.at | {"i0": Place("operand", 0)}
     for k, letter in enumerate(letters):
         at |= {f"x{k}": Place(x, order.index(letter)), f"p{k}": Place("z", order.index(letter))}
-    at["i0"] = Place("operand", 0)
     known = {n: at[name] for name, n in graph.number.items() if name in at}
     targets = [*zip(graph.saved, places("y", len(graph.saved)), strict=True)] if saves else []
     targets += zip(graph.forward, [Place("n0", 0), *places("c", carried)], strict=True)
     # minus: the preactivations whose places hold the negated value. `Store` says which arrays may be overwritten ("z"),
     # which may hold intermediate results ("c", "n0"), and which are as wide as a projected h.
-    sizes = {"z": graph.gates, "xs": graph.gates, "us": graph.inputs, "w": graph.params, "y": len(graph.saved)}
-    sizes |= {"c": carried, "c_prev": carried, "operand": 1} | dict.fromkeys(ALONE, 1)
     minus = [graph.number[f"x{k}"] for k, letter in enumerate(letters) if letter in negated]
-    wide = WIDE if plan.projects else ()
-    store, divided = Store(sizes, ["z"], ["c", "n0"], wide), quotients(graph.nodes, graph.forward)
+    store, divided = Store(plan.sizes, ["z"], ["c", "n0"], plan.wide), quotients(graph.nodes, graph.forward)
     code = Writer(graph.nodes, known, targets, store, Rewrites(minus, divided=divided))
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
     # Before the statements of the graph come the product, then the norm and the addition of xs, in an order that
@@ -420,9 +420,7 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     this.
     """
     graph, carried, other = plan.graph, plan.graph.states - 1, plan.other
-    at = inputs_in("c_prev", carried, letter="s", first=1) | inputs_in("dc", carried, letter="d", first=1)
-    at |= inputs_in("us", graph.inputs, letter="u") | inputs_in("w", graph.params, letter="w")
-    at |= inputs_in("e", graph.gates, letter="e") | {name: Place(name, 0) for name in ALONE}
+    at = plan.at | inputs_in("dc", carried, letter="d", first=1) | inputs_in("e", graph.gates, letter="e")
     at |= {f"p{k}": Place("q", row) for row, k in enumerate(plan.recomputed)}
     # at: {name of a graph's input: its place}. known: {node: its place} for all values that exist before the step: the
     # states after the step, what the forward pass saved, and the inputs.
@@ -440,12 +438,8 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     targets += zip(graph.gradients("w"), places("dw", graph.params), strict=True)
     targets += [(graph.operand("W0T"), Place("m", 0))] if plan.second else []
     targets += [(graph.operand("W0"), Place("dh", 0))] if plan.projects else []
-    sizes = {"y": len(graph.saved), "c_prev": carried, "c": carried, "dc": carried, "us": graph.inputs}
-    sizes |= {"du": graph.inputs, "w": graph.params, "dw": graph.params, "e": graph.gates, "dz": graph.gates}
-    sizes |= {"dx": len(other), "q": len(plan.recomputed)} | dict.fromkeys(ALONE, 1)
     squares = plan.cell.op != "pointwise"  # compute y (1 - y) as y - y^2, for neighbouring gates by one statement
-    wide = WIDE if plan.projects else ()
-    store = Store(sizes, ["dc", "d0"], ["dc", "direct", "di"], wide)
+    store = Store(plan.sizes, ["dc", "d0"], ["dc", "direct", "di"], plan.wide)
     code = Writer(graph.nodes, known, targets, store, Rewrites(squares=squares))
     # read: {array: the statement that fetches it at each step}. Only arrays that occur in the statements (`words`) are
     # fetched. all_dz and the like: the arrays of the whole chunk. saved_at, h_at: functions that return step t of the

@@ -49,9 +49,8 @@ def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any
     entry = _cached.get(id(first))
     if entry and entry.key == key_of(kind, parameters):
         return entry.value
-    # shared: the parameters as new MLX arrays on the same memory, which mx.stop_gradient makes. Both the key and the
-    # cached value are computed from these arrays, so they belong together even if another thread modifies a parameter
-    # meanwhile.
+    # shared: the parameters as new MLX arrays on the same memory. Both the key and the cached value are computed from
+    # these, so they belong together even if another thread modifies a parameter meanwhile.
     shared = tree_map(lambda leaf: mx.stop_gradient(leaf) if isinstance(leaf, mx.array) else leaf, parameters)
     mx.eval(shared)
     value = derive(shared)
@@ -75,8 +74,8 @@ def key_of(kind: Hashable, parameters: Any) -> Hashable:
 
 
 def with_float_weights(packing: Packing, arrays: Arrays) -> Arrays:
-    """Return the arrays with each quantized weight (integers, scales and biases) replaced by its dequantized matrix
-    in float32, the dtype of x: a call with quantized weights is never in float64."""
+    """Return the arrays with each quantized weight replaced by its dequantized matrix in float32, the dtype of x: a
+    call with quantized weights is never in float64."""
     quantized = packed_names(arrays)
     floats = {name: array for name, array in arrays.items() if name not in quantized}
     for name in WEIGHTS:
