@@ -28,7 +28,7 @@ import mlx.core as mx
 import numpy as np
 
 from .definitions import widened
-from .directions import half, join, join_gradients, one_direction, part, state_before
+from .directions import by_direction, half, join, join_gradients, state_before
 from .ops import sweep as ops
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
@@ -169,7 +169,7 @@ class Chunked:
                 self.sweep_forward(d, own, own_arrays, sequences)
                 for d, own, (own_arrays,) in by_direction(problem, arrays)
             ]
-            results = join(last) if problem.bidirectional else last[0]
+            results = join(last)
             if self.eager:
                 mx.eval(results)
         self.pending = []
@@ -191,7 +191,7 @@ class Chunked:
                 rows = [state_before(own, states, first_state, lengths, *chunk) for chunk in bounds]
                 starts[f"{name[0]}_starts"] = copied_to_mlx(np.stack(rows))
             by_d.append(starts)
-        return join(by_d) if problem.bidirectional else by_d[0]
+        return join(by_d)
 
     def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, sequences: dict[str, "SequenceBuffer"]) -> Arrays:
         """Run the chunks of direction d forward and write their parts of the sequences. Return the last states and the
@@ -249,7 +249,7 @@ class Chunked:
             by_d = [
                 self.sweep_backward(d, own, sequences, *own_arrays, left_out=left_out) for d, own, own_arrays in parts
             ]
-            gradients = join_gradients(by_d, arrays) if problem.bidirectional else by_d[0]
+            gradients = join_gradients(by_d, arrays)
             gradients |= {name: sequence.array for name, sequence in sequences.items()}
             self.pending = []
             return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items()}
@@ -443,16 +443,6 @@ def plain_gradients(problem: Problem, arrays: Arrays, cotangents: Arrays) -> Arr
 
 
 # --- Parts of arrays -------------------------------------------------------------------------------------------------
-
-
-def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Problem, list[Any]]]:
-    """Yield (d, problem, parts) for each direction d: its problem, and for each dict in `values` the dict with the
-    parts of the arrays that belong to this direction."""
-    if not problem.bidirectional:
-        yield 0, problem, list(values)
-        return
-    for d in range(2):
-        yield d, one_direction(problem, d), [part(arrays, d) for arrays in values]
 
 
 def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:

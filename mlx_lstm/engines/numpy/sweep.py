@@ -6,12 +6,12 @@ which runs up to twice as fast in BLAS; and every gate is one contiguous block. 
 H, B] and [T, D H, B], and callers get transposed views of them; h has the memory order of x. Each direction writes its
 own part of an array that both directions share. Only float32 and float64 are supported: the caller casts.
 
-T: steps, B: batch items, G: gates, H: hidden units, P: the width of h, D: directions, I: input features. d: the number
-of a direction, or None if there is only one. v: NumPy views of the arrays of the call by name, such as x, Wx, Wh; dv:
-views of the cotangents (the gradients that the caller gives for outputs); out: the memory of the results. norms: what
-the forward pass saves of layer normalisations for the backward pass. `cell.carried`, `cell.kept`: how many blocks of H
-numbers c and gates have; `cell.reads_kept`: whether the backward pass reads gates. A segment is a range of steps with
-the batch items that have not ended before it (`ragged`); parts: the list of segments, empty if the call is not divided.
+T: steps, B: batch items, G: gates, H: hidden units, P: the width of h, D: directions, I: input features. v: NumPy views
+of the arrays of the call by name, such as x, Wx, Wh; dv: views of the cotangents (the gradients that the caller gives
+for outputs); out: the memory of the results. norms: what the forward pass saves of layer normalisations for the
+backward pass. `cell.carried`, `cell.kept`: how many blocks of H numbers c and gates have; `cell.reads_kept`: whether
+the backward pass reads gates. A segment is a range of steps with the batch items that have not ended before it
+(`ragged`); parts: the list of segments, empty if the call is not divided.
 """
 
 from math import prod
@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..cells import AnyCell
-from ..directions import one_direction, part
+from ..directions import by_direction
 from ..packing import is_packed
 from ..problem import Arrays, Problem, address_of
 from .norms import centre_gradients, saved_rows
@@ -74,8 +74,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         v["x"] = v["x"][None]
     elif batch_first:
         v["x"] = v["x"].transpose(BATCH_MAJOR)
-    dtype, (T, B, H, P), cell, directions = v["x"].dtype, problem[:4], problem.cell, each_direction(problem)
-    D = len(directions)
+    dtype, (T, B, H, P), D, cell = v["x"].dtype, problem[:4], problem.directions, problem.cell
     widths = {"h": D * P, "c": D * cell.carried * H} if cell.carried else {"h": D * P}
     last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if problem.wants_last else {}
     sequences: dict[str, NewArray] = {}
@@ -91,7 +90,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
     elif problem.training and cell.reads_kept:
         rows["gates"] = D * cell.kept * H
     if problem.training and cell.norm is not None and cell.norm.of is not None:
-        rows["norms"] = D * saved_rows(directions[0][1], of_direction(directions[0][0], v))
+        rows["norms"] = D * saved_rows(problem, v)
     # hidden: for each segment a dict of the arrays that only the backward pass reads. NumPy allocates them, because MLX
     # would write zeros to their memory first.
     sizes = [segment.sizes(B) for segment in parts] or [(T, B)]
@@ -104,12 +103,14 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         out |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
         out |= {name: array.memory for name, array in last.items()}
-    # Turn off NumPy's warnings: infinity and NaN in padding, overflow and underflow are no errors, as in MLX.
-    with np.errstate(all="ignore"), one_thread() if are_small(problem, v, D) else ALL_THREADS:
-        for d, one in directions:
-            own, own_out = of_direction(d, v), of_direction(d, out)
+    # Turn off NumPy's warnings, also those that the user asked for by np.seterr: infinity and NaN in padding, overflow
+    # of exp in a sigmoid that is 0, and underflow are no errors, as in MLX. The directions run one after the other,
+    # because BLAS uses threads itself. Whether a thread per direction would be faster was not measured; the threads
+    # would have to wait for each other where both add to the gradients of x and of a shared mask.
+    with np.errstate(all="ignore"), one_thread() if are_small(problem, v) else ALL_THREADS:
+        for _, one, (own, own_out, *own_hidden) in by_direction(problem, v, out, *hidden):
             if parts:
-                forward_in_segments(one, parts, own, own_out, [of_direction(d, own) for own in hidden])
+                forward_in_segments(one, parts, own, own_out, own_hidden)
             else:
                 sweep_forward(one, own, own_out)
     saved = {name: [own[name] for own in hidden] if parts else hidden[0][name] for name in rows}
@@ -156,13 +157,11 @@ def backward(
     projects = "Wx" in v  # whether the call has a Wx; `out` may lack it, because a quantized Wx has no gradient
     written: set[int] = set()  # the first steps of the chunks of dx that one direction has written already
     factors: Arrays = {}
-    directions = each_direction(problem)
-    with np.errstate(all="ignore"), one_thread() if are_small(problem, v, len(directions)) else ALL_THREADS:
-        for d, one in directions:
-            own, own_saved, own_dv, own_out = (of_direction(d, values, projects) for values in (v, outputs, dv, out))
+    every = by_direction(problem, v, outputs, dv, out, *hidden, projects=projects)
+    with np.errstate(all="ignore"), one_thread() if are_small(problem, v) else ALL_THREADS:
+        for _, one, (own, own_saved, own_dv, own_out, *own_hidden) in every:
             products = WeightGradients(own_out, written, factored)
             if parts:
-                own_hidden = [of_direction(d, arrays) for arrays in hidden]
                 backward_in_segments(one, parts, products, own, own_saved, own_hidden, own_dv)
             else:
                 BackwardSweep(one, products, own, own_saved, own_dv).run()
@@ -288,30 +287,10 @@ def order_of(sequence: Array) -> Order:
     return BATCH_MAJOR if sequence.strides[0] < sequence.strides[1] else TIME_MAJOR
 
 
-def are_small(problem: Problem, v: Views, D: int) -> bool:
-    """Return whether the products of a call with D directions are so small that one thread computes them as fast as
+def are_small(problem: Problem, v: Views) -> bool:
+    """Return whether the products of a call are so small that one thread computes them as fast as
     several. Return False if they are so small that OpenBLAS uses one thread in any case."""
     # weights: the elements of the weights of one direction. step: the multiplications in one time step.
-    weights = sum([v[name].size for name in ("Wx", "Wh") if name in v]) // D
+    weights = sum([v[name].size for name in ("Wx", "Wh") if name in v]) // problem.directions
     step = weights * problem.B
     return weights <= SMALL_WEIGHTS and step <= SMALL_PRODUCT and step * problem.T > ALONE
-
-
-def each_direction(problem: Problem) -> list[tuple[int | None, Problem]]:
-    """Return [(0, problem of direction 0), (1, problem of direction 1)], or [(None, problem)] for a single
-    direction.
-
-    Callers run the directions one after the other, because BLAS uses threads itself. Whether a thread per direction
-    would be faster was not measured; the threads would have to wait for each other where both add to the gradients of x
-    and of a shared mask.
-
-    Callers run them inside `np.errstate(all="ignore")`, which also overrides the user's np.seterr: infinity and NaN in
-    padding, overflow of exp in a sigmoid that is 0, and underflow are no errors, as in MLX's own operations.
-    """
-    return [(d, one_direction(problem, d)) for d in range(2)] if problem.bidirectional else [(None, problem)]
-
-
-def of_direction(d: int | None, values: Views, projects: bool | None = None) -> Views:
-    """Return the parts of all arrays that belong to direction d; all arrays if d is None, which means that there is one
-    direction. projects: as in `directions.part`, whether the call has a Wx, so that both directions read the same x."""
-    return values if d is None else part(values, d, projects)

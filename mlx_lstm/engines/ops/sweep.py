@@ -39,7 +39,7 @@ from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of, values_of
 from ..cells import AnyCell, PointwiseCell, norm_blocks
 from ..definitions import ScaledNorm, constant, normalised, widened
-from ..directions import half, join, join_gradients, one_direction, part
+from ..directions import by_direction, join, join_gradients
 from ..problem import Array, Arrays, Problem
 from ..tracing import distinct
 from .packed import dequantized, times_input
@@ -54,9 +54,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     # is NaN, so set the padding to 0 first.
     arrays = with_zeros_in_padding(problem, arrays, ("x", "inputs", "mask"))
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
-    if not problem.bidirectional:
-        return sweep_forward(problem, arrays, z)
-    return join([sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2)])
+    return join([sweep_forward(own, given, of["z"]) for _, own, (given, of) in by_direction(problem, arrays, {"z": z})])
 
 
 def with_zeros_in_padding(problem: Problem, arrays: Arrays, names: Sequence[str]) -> Arrays:
@@ -249,11 +247,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
         return gradients_by_mlx(partial(forward, problem), arrays, cotangents)
     # A second derivative multiplies the mask by a gradient that is 0 in the padding, and NaN times 0 is NaN.
     given, arrays = arrays, with_zeros_in_padding(problem, arrays, ("mask",))
-    if problem.bidirectional:
-        parts = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
-        sweep = join([sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(parts)])
-    else:
-        sweep = sweep_backward(problem, arrays, saved, cotangents)
+    each = by_direction(problem, arrays, saved, cotangents)
+    sweep = join([sweep_backward(own, *values) for _, own, values in each])
     gradients = gradients_after_sweep(problem, arrays, saved, sweep)
     if "mask" in gradients:  # the zeros may have given the mask more rows than the caller's has
         gradients["mask"] = sum_to_shape(gradients["mask"], given["mask"].shape)
@@ -478,13 +473,8 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
                             the user may have both, and several states in c: [T, B, D N H]
     """
     gradients = input_gradients(arrays, sweep["dz"])
-    if problem.bidirectional:
-        # each: for each direction three dicts: its parts of `arrays`, `saved` and `sweep`.
-        each = [[part(values, d) for values in (arrays, saved, sweep)] for d in range(2)]
-        parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(each)]
-        gradients |= join_gradients(parts, arrays)
-    else:
-        gradients |= recurrent_gradients(problem, arrays, saved, sweep)
+    each = by_direction(problem, arrays, saved, sweep)
+    gradients |= join_gradients([recurrent_gradients(own, *values) for _, own, values in each], arrays)
     gradients |= {name: sweep[f"d{name}"] for name in ("h0", "c0") if name in arrays}
     return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
 
