@@ -129,9 +129,9 @@ def choose(
         check_integer(op, f"size {name} of sizes", size, least=1) for name, size in zip("TBIH", sizes, strict=True)
     )
     names = ("Wp",) if projection else ()
-    # plain=True: the choice for a call outside of mx.grad, where the rule of `is_small_step` does not apply. limits:
-    # the ordinary limits, with the caller's number of GPU cores. The second H of `Problem` is the width of h, on which
-    # the choice does not depend.
+    # plain=True: choose as for a call outside of mx.grad. The rule of `is_small_step` is only for calls inside of
+    # mx.grad. limits: the ordinary limits, with the caller's number of GPU cores. The second H of `Problem` is the
+    # width of h, on which the choice does not depend.
     options = {"packing": packing, "plain": True, "limits": LIMITS._replace(cores=cores)}
     problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, **options)
     return decide(problem, table, op, requested, Place(device, metal, traced), refused=refused)
@@ -159,7 +159,7 @@ def decide(
     checked.
 
     table: measurements that say which Metal engine is faster. If there are none, `table.engines` is empty, and
-    `table.source` says why. `table.trusts` says whether an engine failed in no measurement at this batch size. op: the
+    `table.source` says why. `table.trusts` says whether an engine passed all measurements at this batch size. op: the
     op that an error names. requested: the engine that the caller forces. If it cannot run, an error is raised. If it is
     None, the fastest engine that can run is returned. place: where the call runs. refused: engines that failed a test
     run, with reasons.
@@ -292,8 +292,8 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
     it is too long for one graph."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H  # width: the numbers of all gates of an item
     # longest: the largest number of steps in one graph of this engine; tests change it (`unchunked`). For `numpy`,
-    # which builds no graph, it is 0: a call is divided only if the caller asks for it (`every`), and each chunk is then
-    # evaluated before the next one (`is_long`).
+    # which builds no graph, a call is divided only if the caller asks for it (`every`). Its 0 has the effect that each
+    # chunk is then evaluated before the next one (`is_long`).
     longest = LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
     if every is not None:
         # With K steps per chunk the forward pass saves T / K states, and the backward pass needs the arrays of K steps.

@@ -84,8 +84,9 @@ def normalised(a: Array, blocks: int, eps: float) -> tuple[Array, Array]:
 
 
 class ScaledNorm:
-    """Layer normalisation of arrays [.., n] in blocks, then a scale and a shift [n]. If `scale` is None, the scale is
-    1; if `shift` is None, the shift is 0. eps: the number that is added to each variance."""
+    """Layer normalisation of arrays [.., n]: the last axis has `blocks` equal parts, each normalised by itself. Then
+    the array is multiplied by a scale [n], and a shift [n] is added. If `scale` is None, the scale is 1; if `shift` is
+    None, the shift is 0. eps: the number that is added to each variance."""
 
     def __init__(self, blocks: int, eps: float, scale: Array | None, shift: Array | None):
         self.blocks, self.eps, self.scale, self.shift = blocks, eps, scale, shift
