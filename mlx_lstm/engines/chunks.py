@@ -63,7 +63,7 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
     evaluates = chunks.is_long and have_values(list(arrays.values()))
     if not evaluates and (plain or not chunks.recomputes):
         return None
-    return Chunked(problem, chunks, engine, module, evaluates)
+    return Chunked(chunks, problem, engine, module, evaluates)
 
 
 class Chunked:
@@ -77,7 +77,7 @@ class Chunked:
     place of the results: see `saved_of`, `stand_ins` and `real_sequences`.
     """
 
-    def __init__(self, problem: Problem, chunks: Chunks, engine: str, module: Any, evaluates: bool):
+    def __init__(self, chunks: Chunks, problem: Problem, engine: str, module: Any, evaluates: bool):
         """Prepare a run in chunks. module: the module of the engine, with the functions `forward` and `backward`.
         evaluates: whether each chunk is evaluated before the next one starts."""
         self.steps: int = chunks.steps
