@@ -214,9 +214,9 @@ def values_of(
     """Compute nodes of a graph with MLX. Return {number of a node: its value} for the nodes from which the outputs are
     computed.
 
-    outputs: the numbers of the nodes whose values the caller needs. known: {number of a node: its value}, among them
-    all inputs that are read. like: an array of the dtype in which constants are created. functions: MLX's function for
-    each operation. order: the numbers of the nodes to compute; None to find them here.
+    outputs: the numbers of the nodes whose values the caller needs. known: {node: its value}, among them all inputs
+    that are read. like: an array of the dtype in which constants are created. functions: MLX's function for each
+    operation. order: the nodes to compute; None to find them here.
     """
     values = dict(known)
     for n in needed(nodes, outputs, known) if order is None else order:
@@ -251,8 +251,8 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -
         RuntimeError: they differ, which is a defect of this package.
     """
     rng, names = np.random.default_rng(0), graph.names
-    # kinds: arrays [B, H] with the kind of each item and unit, 0, 1 or 2. With 64 numbers or more, one random array
-    # contains each kind often enough.
+    # kinds: arrays [B, H] with the kind of each item and unit. With 64 numbers or more, one random array contains each
+    # kind often enough.
     kinds = [rng.integers(3, size=shape)] if shape[0] * shape[1] >= 64 else [np.full(shape, kind) for kind in range(3)]
     for kind in kinds:
         numbers = [(rng.normal(size=shape), rng.uniform(0.1, 0.9, shape), rng.uniform(1.1, 3, shape)) for _ in names]
@@ -275,12 +275,12 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -
 
 def derivative_forward(step: Callable[..., Any], drawn: list[mx.array], weights: list[mx.array]) -> list[mx.array]:
     """Return the gradients of `step` with respect to its arguments `drawn`, for the cotangents `weights` of its
-    results. They are computed in forward mode, one derivative per argument. One suffices because each number of a new
-    state depends only on the numbers of its own item and unit."""
+    results, in forward mode, one derivative per argument. One suffices because each number of a new state depends only
+    on the numbers of its own item and unit."""
     found = []
     for k in range(len(drawn)):
-        # `step` as a function of its argument number k alone. The default value k = k stores the current k, because the
-        # loop changes the variable.
+        # `step` as a function of its argument number k. The default value stores the current k, because the loop
+        # changes it.
         def of_one(value: mx.array, k: int = k) -> list[mx.array]:
             return step(*drawn[:k], value, *drawn[k + 1 :])
 
@@ -349,8 +349,8 @@ that the graph gets the operations and gradients that engines need."""
 def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
     """Return the graph of a built-in cell. Calls that differ only in numbers share a graph: the limits of c and h are
     inputs, and the biases, such as an LSTM's forget bias, are parts of the preactivations. names: which of the arrays
-    "peephole" and "Wp" the call has. exposes: for a forward pass, whether the caller gets the gates; for a backward
-    pass, whether the gates have cotangents."""
+    "peephole" and "Wp" the call has. exposes: as in `graph_of`, whether the gates are given to the caller or have
+    cotangents."""
     gates, resets_first = cell.gate_order, cell.reset == "before"
     # products: the numbers of the gates whose recurrent part is an input of its own, such as p0. The candidate n of a
     # GRU with reset "before" has none, because the step itself computes its product.
@@ -369,8 +369,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
         states, found = definitions.step(cell, dict(zip(given, arrays, strict=True)), TRACED)
         return distinct([*states, *(found[gate] for gate in gates)])
 
-    # Return the gradients of the inputs `first`. arrays: one for each name in `given`, then the cotangents of n
-    # results.
+    # Return the gradients of the inputs `first`. arrays: those of `given`, then the cotangents of n results.
     def derivatives(*arrays: mx.array) -> list[mx.array]:
         rest = arrays[len(first) : len(given)]
         return vjp(lambda *x: results(*x, *rest)[:n], arrays[: len(first)], arrays[len(given) :])[1]
@@ -378,8 +377,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     states = cell.carried + 1  # the number of states: `carried` does not count h
     n = states + cell.gates * exposes  # the number of results that have cotangents
     with mx.stream(mx.cpu):
-        # zero: traced in place of every argument. It is square so that it can also be an operand of the matrix
-        # products.
+        # zero: traced in place of every argument. It is square, because it is also an operand of the matrix products.
         graph, zero = Graph(is_built_in=True), mx.zeros((3, 3), mx.float64)
         forward = absorb(graph, results, [zero] * len(given), given)
         graph.derives = True
@@ -403,7 +401,7 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
     try:
         states = cell(a, rest[: counts.states], *rest[counts.states :])
     except (TypeError, ValueError) as error:
-        # Raise all errors of the cell as they are, except those that a wrong number of arguments causes: Python's
+        # Raise the errors of the cell as they are, except those that a wrong number of arguments causes: Python's
         # errors for it, and MLX's for a tuple of arrays in place of an array.
         if not any(text in str(error) for text in (" to unpack", "positional argument", "Invalid type tuple")):
             raise
@@ -441,8 +439,8 @@ def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
     except ValueError as error:
         if "CustomTransforms" in str(error):
             raise NotPointwise("a custom function") from error
-        # The cell reads the values of an array, which has none while it is traced. MLX's error has the first text or,
-        # if float(a), math.tanh(a) or `if a` gets an array of several numbers, the second text.
+        # The cell reads the values of an array, which has none while it is traced. MLX's error has the second text if
+        # float(a), math.tanh(a) or `if a` gets an array of several numbers.
         if "eval an array during function transformations" in str(error) or "Only length-1 arrays" in str(error):
             raise NotPointwise("a decision on values") from error
         name = str(error).partition("Unable to get state for primitive ")[2]
@@ -461,8 +459,7 @@ def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], na
     for item in content:
         if item.get("name") in ("RandomBits", *PRODUCTS) and not graph.is_built_in:
             raise NotPointwise(item["name"])
-    # Find the arrays that the function captures from outside: trace it again while the first trace `content` is alive.
-    # A constant that the function creates has another memory address in each trace; a captured array has the same.
+    # Find the arrays that the function captures: trace it again while the first trace `content` is alive.
     again = exported(function, given)
     captured = captured_arrays(content, again)
     found: dict[str, int | None] = {}  # {key of an array in MLX's list: node; None if its numbers are not all equal}
@@ -495,8 +492,8 @@ def constant_of(graph: Graph, array: mx.array) -> int | None:
 
 
 def captured_arrays(content: Exported, again: Exported) -> set[str]:
-    """Return the keys of the captured arrays: the constants that come from outside of the function. content, again:
-    the graphs of two traces of this function.
+    """Return the keys of the captured arrays: the constants that come from outside of the function. content, again: the
+    graphs of two traces of it.
 
     A constant that the function creates has a different memory address in each trace, because both traces are alive. A
     captured array has the same address in both. A placeholder of mx.compile or mx.vmap has no value and no address. It
@@ -519,8 +516,7 @@ def captured_arrays(content: Exported, again: Exported) -> set[str]:
 
 def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], captured: set[str]) -> int:
     """Add one operation of MLX's graph to `graph`. Return its node. item: the operation, as mx.export_function lists
-    it. found: the nodes of earlier results by MLX's key, None for an array whose numbers are not all equal. captured:
-    the keys of arrays from outside of the function.
+    it. captured: the keys of arrays from outside of the function.
 
     In a built-in cell a matrix is an input, such as W0. Its transpose becomes another input, W0T; the transpose of W0T
     becomes W0.
@@ -532,7 +528,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         raise NotPointwise("a captured array" if captured.intersection(keys) else name)
     if any(found[key] is None for key in keys):
         raise NotPointwise("a captured array" if captured.intersection(keys) else "a constant array")
-    # args: the nodes of the operands. conditions: for each operand whether its values are bool.
+    # conditions: for each operand whether its values are bool.
     args = [n for n in (found[key] for key in keys) if n is not None]
     conditions = [graph.nodes[n].op in CONDITIONS for n in args]
     if name == "Transpose":  # "W0" becomes "W0T", "W0T" becomes "W0"
@@ -559,8 +555,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     if name == "FloorDivide":
         return graph.add("floor", graph.add("div", *args))
     op = {**UNARY, **BINARY}[name]
-    # Convert operands of the wrong kind. A logical operation needs conditions, so a number x becomes x != 0. Any other
-    # operation needs numbers, so a condition becomes 0 or 1.
+    # A logical operation needs conditions, so a number x becomes x != 0. Any other operation needs numbers, so a
+    # condition becomes 0 or 1.
     pairs = zip(args, conditions, strict=True)
     if op in ("and", "or", "not"):
         return graph.add(op, *[n if is_bool else graph.add("ne", n, graph.constant(0)) for n, is_bool in pairs])
@@ -588,12 +584,11 @@ def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype)
 
 
 def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> None:
-    """Raise the error for a cell that is not pointwise. The error names the operation, its line and what to do instead.
-    step: the cell as a function of arrays. given: arrays with the shapes and dtypes of its arguments. what: the name of
+    """Raise the error for a cell that is not pointwise. It names the operation, its line and what to do instead. what:
     what the cell must not use, from `NotPointwise`."""
     what = what_with_values(cell, step, given, what)
     advice = next((text for text, names in ADVICE.items() if what in names), "docs/cells.md lists the operations")
-    # The cell reads values of an array. If it does so by a call such as np.tanh(h), the error names this call.
+    # If the cell reads values by a call such as np.tanh(h), name this call.
     if what == "a decision on values" and (other := call_outside_mlx(step, given)):
         what, advice = other
     name = getattr(cell, "__name__", type(cell).__name__)
@@ -601,8 +596,8 @@ def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.ar
 
 
 def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> str:
-    """Return the name of what makes a cell not pointwise. The cell is traced once more, with all arrays that it
-    captures evaluated. what: the name that the first trace found.
+    """Return the name of what makes a cell not pointwise, found by one more trace in which all arrays that it captures
+    are evaluated. what: the name that the first trace found.
 
     MLX's list contains the operations that compute a captured array if this array is not evaluated yet. So the initial
     weights of a module would look like random numbers that the cell draws.
@@ -613,8 +608,8 @@ def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: 
             absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])  # any names will do
         except NotPointwise as error:
             what = error.what
-    # The cell captures no array, but `absorb` found an array with the same address in two traces. So this array is a
-    # constant of a compiled function, which MLX stores from call to call.
+    # The cell captures no array, so the array with the same address in two traces is a constant of a compiled function,
+    # which MLX stores from call to call.
     elif what == "a captured array":
         what = "a compiled function of constants"
     return what
@@ -626,7 +621,7 @@ def call_outside_mlx(step: Callable[..., Any], given: list[mx.array]) -> tuple[s
     try:
         exported(step, given)
     except NotPointwise as error:
-        # The innermost frame of the user's code in the traceback of MLX's error is at the line with the call.
+        # The innermost frame of the user's code is at the line with the call.
         cause = None if error.__cause__ is None else error.__cause__.__traceback__
         frames = [(frame, line) for frame, line in walk_tb(cause) if is_users(frame.f_code.co_filename)]
         if not frames:
@@ -687,8 +682,7 @@ def is_users(file: str) -> bool:
 @contextmanager
 def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
     """Record every array that appears in a variable or as a result of Python code inside this context, with the file
-    and the number of the line that made it. The arguments of a function are not recorded, because no line of the
-    function made them."""
+    and the number of the line that made it. No line of a function made its arguments, so they are not recorded."""
     known: dict[int, Any] = {}  # {id: array}; the dict keeps the arrays alive, so that no other object gets such an id
     before = sys.gettrace()
 
