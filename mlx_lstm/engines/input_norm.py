@@ -65,8 +65,7 @@ def normalised_input(
         live = times < ends[:, None] if batch_first else times[:, None] < ends
         x = mx.where(live[..., None], x, mx.array(0, x.dtype))
     z = times_input(packing, arrays, x) if "Wx" in arrays else x
-    # The first argument is the number of blocks with a mean of their own: one per direction or, if each gate is
-    # normalised by itself, one per gate of each direction.
+    # There is a mean per direction or, if each gate is normalised by itself, one per gate of each direction.
     scale, shift = (
         arrays[name].reshape(-1) if name in arrays else None for name in ("norm_input_scale", "norm_input_shift")
     )
@@ -75,9 +74,9 @@ def normalised_input(
 
 
 def with_shift_in_bias(cell: AnyCell, arrays: Arrays, directions: int) -> Arrays:
-    """Return the arrays with `norm_shift` added to the bias b, and without the entry `norm_shift`. A GRU's candidate n
-    is an exception: its shift is added to bhn, the bias of the candidate's recurrent product. The reset gate multiplies
-    the sum of this product, its shift and bhn."""
+    """Return the arrays with `norm_shift` added to the bias b. A GRU's candidate n is an exception: its shift is added
+    to bhn, the bias of the candidate's recurrent product. The reset gate multiplies the sum of this product, its shift
+    and bhn."""
     shift = arrays["norm_shift"].reshape(directions, cell.gates, -1)  # [directions, gates, H]
     found: dict[str, mx.array] = {"b": shift.reshape(-1)}
     if isinstance(cell, GRUCell):

@@ -58,8 +58,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def with_zeros_in_padding(problem: Problem, arrays: Arrays, names: Sequence[str]) -> Arrays:
-    """Return the arrays of a call, with 0 in the padding (the steps after an item's end) of the arrays `names`, if they
-    have an axis of time."""
+    """Return the arrays of a call, with 0 in the padding (the steps after an item's end) of those of `names` with an
+    axis of time."""
     if "lengths" not in arrays:
         return arrays
     padded = [name for name in names if name in arrays and arrays[name].ndim == 3]
@@ -127,9 +127,8 @@ def over_time(
 
 def choose_items(live: Array, tree: Any, other: Any, by_mlx: bool) -> Any:
     """Return `tree`, but with the parts of `other` for all batch items whose entry in `live` [B] is false. `tree` is an
-    array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars. by_mlx:
-    whether MLX differentiates the choice and derivatives may be infinite; the gradient of mx.where would then be
-    NaN."""
+    array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars. by_mlx: as
+    in `over_time`, whether the gradient of mx.where would be NaN."""
     if by_mlx:
         return tree_map(lambda a, b: chosen(live, a, b), tree, other)
     return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
@@ -160,8 +159,8 @@ def step(
     without c returns it unchanged.
     """
     if isinstance(problem.cell, PointwiseCell):
-        # product: the recurrent part of the preactivations. It is None if z contains it already (after a norm of the
-        # sum), or if the cell does not multiply h by Wh.
+        # product: the recurrent part of the preactivations; None if z contains it already (after a norm of the sum), or
+        # if the cell does not multiply h by Wh.
         z, product = preactivations(problem.cell, arrays, z, h_in) if problem.cell.recurrent else (z, None)
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
         live = live_items(arrays, t)
@@ -209,8 +208,8 @@ def preactivations(cell: AnyCell, arrays: Arrays, z: Array, h_in: Array) -> tupl
 
 
 def norm_of(cell: AnyCell, arrays: Arrays) -> ScaledNorm:
-    """Return the layer normalisation of the recurrent product h_in Wh^T, or of the sum of this product and x Wx^T + b.
-    `cell.norm.of` says which of them is normalised."""
+    """Return the layer normalisation of the recurrent product h_in Wh^T, or of its sum with x Wx^T + b
+    (`cell.norm.of`)."""
     assert cell.norm is not None
     return ScaledNorm(norm_blocks(cell), cell.norm.eps, arrays.get("norm_scale"), arrays.get("norm_shift"))
 
@@ -229,8 +228,8 @@ def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
 
 
 def named(letter: str, cell: AnyCell, array: Array) -> Arrays:
-    """Return the parts of an array [.., GH] as inputs of a step: one for each gate, with this letter and the number of
-    the gate."""
+    """Return the parts of an array [.., GH] as inputs of a step: one for each gate, with this letter and the gate's
+    number."""
     return dict(zip(definitions.NAMES[letter], blocks(array, cell.gates), strict=False))
 
 
@@ -308,8 +307,7 @@ class StepBackward:
     """Computes the gradients of one step after the other, from the graph of the cell's derivative."""
 
     def __init__(self, problem: Problem, arrays: Arrays, exposes: bool):
-        """Prepare the graph and the values that are the same at all steps. exposes: whether the gates have
-        cotangents."""
+        """Prepare what is the same at all steps. exposes: whether the gates have cotangents."""
         cell, H = problem.cell, problem.H
         self.cell, self.arrays, self.Wh = cell, arrays, arrays["Wh"]
         self.graph = graph = graph_of(cell, arrays, exposes)
@@ -339,8 +337,7 @@ class StepBackward:
         self.constants: dict[mx.Dtype, dict[int, Array]] = {}
 
     def by_node(self, inputs: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the values of inputs by node instead of by name: {node: value} for {name: value}. Inputs that the
-        graph does not have are left out."""
+        """Return {node: value} for {name of an input: value}. Inputs that the graph does not have are left out."""
         number = self.graph.number
         return {number[name]: value for name, value in inputs.items() if name in number}
 
@@ -406,9 +403,9 @@ class StepBackward:
         return given
 
     def constants_of(self, known: Mapping[int, Array], like: Array) -> dict[int, Array]:
-        """Return {node: array} for the constants of the graph, in the dtype of `like`. The first call creates the
-        constants and fills `self.order`, the list of the nodes to compute; both are the same at every step. known: the
-        nodes whose values are known."""
+        """Return {node: array} for the constants of the graph, in the dtype of `like`. The first call creates them and
+        fills `self.order`, the list of the nodes to compute; both are the same at every step. known: the nodes whose
+        values are known."""
         if like.dtype not in self.constants:
             nodes = self.graph.nodes
             every = order_of(self.graph, tuple(self.of.values()), frozenset(known))
@@ -420,14 +417,13 @@ class StepBackward:
 
 @lru_cache(128)
 def order_of(graph: CellGraph, outputs: tuple[int, ...], known: frozenset[int]) -> list[int]:
-    """Return the nodes that must be computed to get the outputs, in an order in which they can be computed. known:
-    nodes whose values are known."""
+    """Return the nodes that must be computed to get the outputs, operands first. known: nodes whose values are
+    known."""
     return [n for n in needed(graph.nodes, outputs, known) if n not in known]
 
 
 def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Array]:
-    """Return the values of a graph's nodes that are known after a step. after: h, c and the gates after the step, or
-    some of them."""
+    """Return {node: value} for the nodes that are known after a step. after: h, c and the gates, or some of them."""
     known = {n: after["hc"[k]] for n, k in graph.known_after().items()}  # k: the number of a state, 0 for h, 1 for c
     if graph.saved and "gates" in after:
         known |= zip(graph.saved, by_gate(cell, after["gates"]).values(), strict=True)
@@ -441,8 +437,8 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
-    # In this graph the forward step multiplies a vector by Wp^T ("W0T"); `projected_vector` computes this vector. The
-    # backward step multiplies the gradient before the clip by Wp ("W0"). This gradient is the result; n is its node.
+    # The forward step multiplies the vector of `projected_vector` by Wp^T ("W0T"). The backward step multiplies the
+    # gradient before the clip, the wanted result, by Wp ("W0"): node n.
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
     n = graph.operand("W0")
     return values_of(graph.nodes, [n], known, like=dh)[n]
@@ -452,7 +448,7 @@ def projected_vector(cell: AnyCell, arrays: Arrays, after: Arrays) -> Array:
     """Return the vector [.., H] that an LSTM's projection multiplies by Wp^T: o * activation(c) or, if the call
     normalises c, o * activation(norm(c)). after: h, c and the gates after one step or all steps."""
     graph = graph_of(cell, ["Wp"], exposes=False)  # an LSTM with a projection; its gates have no cotangents
-    # n: the node of this vector. The graph computes it from the gates and c, which are known.
+    # n: the node of this vector.
     n, known = graph.operand("W0T"), dict[int, Any](known_after(graph, cell, after))
     if graph.has_norm():
         known[graph.number["N0"]] = norm_of_c(cell, arrays)
@@ -482,8 +478,8 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
 
 
 def input_gradients(arrays: Arrays, dz: Array) -> Arrays:
-    """Return the gradients of x, Wx and b, computed from dz [T, B, D G H]. Each is one matrix product or sum over
-    all T * B rows."""
+    """Return the gradients of x, Wx and b, computed from dz [T, B, D G H]. Each is one product or sum over all T * B
+    rows."""
     x, Wx = arrays["x"], arrays.get("Wx")
     gradients = {"x": dz}  # without Wx the caller passes the product as x, so dz is the gradient of x
     if Wx is not None:
@@ -535,7 +531,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
 
 def norm_gradients(cell: AnyCell, sweep: Arrays) -> Arrays:
     """Return the gradients of the scale and shift of each norm, and of bhn, which a GRU adds to the norm's result.
-    sweep: da and dn [T, B, .] are the gradients of the norms' results, y and yc the numbers before scale and shift."""
+    sweep: da and dn are the gradients of the norms' results, y and yc the numbers before scale and shift."""
     gradients: Arrays = {}
     for name, d, y in (("norm", "da", "y"), ("norm_c", "dn", "yc")):
         if d in sweep:
@@ -603,9 +599,8 @@ def normalised_products(problem: Problem, arrays: Arrays, h_prev: Array) -> Arra
 
 
 def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array, y: Array | None) -> Arrays:
-    """Return {"q": the recurrent product of the candidate at every step, [T, B, H]}, computed as one product over
-    all T * B rows. Return an empty dict unless the cell is a GRU whose reset comes after this product. y: the
-    normalised product, if it is normalised."""
+    """Return {"q": the recurrent product of the candidate at every step, [T, B, H]}, computed as one product. Return an
+    empty dict unless the cell is a GRU whose reset comes after this product. y: the product, if it is normalised."""
     cell = problem.cell
     if cell.reset != "after":
         return {}
@@ -625,8 +620,7 @@ def peephole_gradient(cell: AnyCell, dz: Array, c_prev: Array, c: Array) -> Arra
 
 
 def project(problem: Problem, arrays: Arrays) -> Array:
-    """Return the input's part of the preactivations [T, B, D G H], computed as one matrix product over all T * B
-    rows."""
+    """Return the input's part of the preactivations [T, B, D G H], computed as one product over all T * B rows."""
     x = arrays["x"]
     return project_rows(problem, arrays, flat(x)).reshape(*x.shape[:2], -1)
 
@@ -697,8 +691,8 @@ def of_live(live: Array, sequence: Array) -> Array:
 
 
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """Return x, summed over axes so that the result has this shape: over the axes that `shape` lacks, or in which its
-    size is 1. The gradient of a broadcast is such a sum."""
+    """Return x, summed to this shape over the axes that `shape` lacks, or in which its size is 1, as for the gradient
+    of a broadcast."""
     added = x.ndim - len(shape)  # how many axes `shape` lacks in front
     axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
     return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
