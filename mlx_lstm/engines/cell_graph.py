@@ -295,19 +295,27 @@ def needed(nodes: list[Node] | tuple[Node, ...], outputs: Iterable[int], leaves:
     return sorted(found)  # a node's operands have smaller numbers
 
 
+class Counts(NamedTuple):
+    """How many gates, states, inputs of each step and parameters a cell has."""
+
+    gates: int
+    states: int
+    inputs: int
+    params: int
+
+
 @dataclass(eq=False, repr=False)
 class CellGraph:
     """A recurrent cell as a graph: one step forward and its gradient. All lists below are numbers of nodes in `nodes`.
 
-    counts: how many gates, states, inputs of each step and parameters the cell has. apart: whether the cell reads the
-    input's part and the recurrent part of each preactivation as two values. forward: the new states. names: the names
-    of the inputs that are differentiated, such as x0, the first preactivation, or s0, the state h; the module's
-    docstring lists them. For a user's cell `names_of` returns them. back: the gradients of these inputs. saved: the
-    nodes of the forward pass that the backward pass reads, besides states and inputs.
+    apart: whether the cell reads the input's part and the recurrent part of each preactivation as two values. forward:
+    the new states. names: the names of the inputs that are differentiated, such as x0, the first preactivation, or s0,
+    the state h; the module's docstring lists them. For a user's cell `names_of` returns them. back: the gradients of
+    these inputs. saved: the nodes of the forward pass that the backward pass reads, besides states and inputs.
     """
 
     nodes: tuple[Node, ...]
-    counts: tuple[int, int, int, int]
+    counts: Counts
     apart: bool
     forward: tuple[int, ...]
     back: tuple[int, ...]
@@ -414,17 +422,15 @@ class CellGraph:
 def from_json(content: list[Any]) -> CellGraph:
     """Return the graph that `CellGraph.to_json` wrote."""
     nodes, counts, apart, *lists = content  # lists: forward, back, saved
-    gates, states, inputs, params = counts
     forward, back, saved = (tuple(numbers) for numbers in lists)
     made = tuple(Node(op, tuple(args), value) for op, args, value in nodes)
-    return CellGraph(made, (gates, states, inputs, params), apart, forward, back, saved)
+    return CellGraph(made, Counts(*counts), apart, forward, back, saved)
 
 
-def names_of(counts: tuple[int, int, int, int], apart: bool) -> tuple[str, ...]:
+def names_of(counts: Counts, apart: bool) -> tuple[str, ...]:
     """Return the names of the inputs of a user's cell that are differentiated: x0, x1, ... (preactivations), p0, ...
     (their recurrent parts, if `apart`), s0, ... (states), u0, ... (inputs of each step) and w0, ... (parameters).
-    counts: how many gates, states, inputs and parameters the cell has. apart: whether the cell reads the input's part
-    and the recurrent part of a preactivation as two values."""
+    apart: whether the cell reads the input's part and the recurrent part of a preactivation as two values."""
     gates, states, inputs, params = counts
     parts = {"x": gates, "p": gates * apart, "s": states, "u": inputs, "w": params}  # gates * False is 0
     return tuple([f"{letter}{k}" for letter, n in parts.items() for k in range(n)])
@@ -432,7 +438,7 @@ def names_of(counts: tuple[int, int, int, int], apart: bool) -> tuple[str, ...]:
 
 def cell_graph(
     graph: Graph,
-    counts: tuple[int, int, int, int],
+    counts: Counts,
     apart: bool,
     forward: list[int],
     back: list[int],
@@ -442,20 +448,18 @@ def cell_graph(
     """Return the `CellGraph` of a finished graph. Remove the nodes that neither the new states nor the gradients need,
     and choose the nodes that the forward pass saves for the backward pass.
 
-    counts: how many gates, states, inputs of each step and parameters the cell has. apart: whether the cell reads the
-    input's part and the recurrent part of a preactivation as two values. forward: the nodes of the new states. back:
-    the nodes of the gradients. saved, names: for a built-in cell the nodes that are saved, and the names of the inputs
-    that are differentiated. For a user's cell `to_save` and `names_of` determine them.
+    apart: whether the cell reads the input's part and the recurrent part of a preactivation as two values. forward: the
+    nodes of the new states. back: the nodes of the gradients. saved, names: for a built-in cell the nodes that are
+    saved, and the names of the inputs that are differentiated. For a user's cell `to_save` and `names_of` determine
+    them.
     """
     whole = needed(graph.nodes, [*forward, *back, *(saved or [])])  # the nodes that remain, by their old numbers
     number = {n: k for k, n in enumerate(whole)}  # {old number of a node: new number}
     nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)
     results = tuple(number[n] for n in forward), tuple(number[n] for n in back)  # both lists, by the new numbers
-    if saved is not None:
-        return CellGraph(nodes, counts, apart, *results, tuple(number[n] for n in saved), names)
-    # A user's cell: let `to_save` choose the nodes to save. It needs the graph, here with no node saved yet: ().
-    bare = CellGraph(nodes, counts, apart, *results, ())
-    return CellGraph(nodes, counts, apart, *results, tuple(to_save(bare)))
+    bare = CellGraph(nodes, counts, apart, *results, ())  # the graph with no node saved yet
+    chosen = to_save(bare) if saved is None else [number[n] for n in saved]
+    return CellGraph(nodes, counts, apart, *results, tuple(chosen), names)
 
 
 def to_save(cell: CellGraph) -> list[int]:

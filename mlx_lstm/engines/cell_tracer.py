@@ -15,7 +15,7 @@ more inputs: e the gradient of a gate, i0 is h times the mask, k a limit, W0 a m
 all these operations to a graph, `primitive` adds one of them. The dict `found` has the node of each key. If a cell uses
 what it must not, NotPointwise is raised with the name of that operation, and `refuse` raises the error for the user.
 
-counts: how many gates, states, inputs of each step and parameters a cell has (`Counts`). apart: whether the cell gets
+apart: whether the cell gets
 each preactivation as a pair. shape: (B, H), the shape of each array; dtype: float32 or float64. given: arrays with the
 shapes and dtypes of a function's arguments; a trace does not read their values.
 """
@@ -29,7 +29,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from traceback import extract_tb, walk_tb
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -37,7 +37,7 @@ import numpy as np
 from ..ground.checks import fail
 from . import definitions
 from .captures import Captured, Weakly, library_of
-from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
+from .cell_graph import CONDITIONS, CellGraph, Counts, Graph, Node, cell_graph, names_of, needed
 from .cells import AnyCell, Cell, NormOptions, PointwiseCell, form_of
 from .problem import address_of, memory_of
 from .tracing import distinct, have_values, vjp
@@ -88,15 +88,6 @@ ADVICE = {
     "compute it before, as a number, or use mlx_lstm.recurrent": ("a compiled function of constants",),
 }
 """{advice in an error text: the operations that cause this error, because a cell must not use them}."""
-
-
-class Counts(NamedTuple):
-    """How many gates, states, inputs of each step and parameters a cell has."""
-
-    gates: int
-    states: int
-    inputs: int
-    params: int
 
 
 class NotPointwise(Exception):
@@ -387,7 +378,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     if not exposes:  # the backward pass of a plain RNN reads only h
         read = needed(graph.nodes, back, {*forward})
         saved = [k for k in saved if k in read]
-    counts = cell.gates, states, 0, len(peepholes)  # 0: a built-in cell has no inputs of each step
+    counts = Counts(cell.gates, states, inputs=0, params=len(peepholes))
     return cell_graph(graph, counts, cell.apart, forward[:states], back, saved, tuple(first))
 
 

@@ -117,8 +117,8 @@ class Normalisation:
         self.wide_scratch: Array = scratch.reshape(self.tiles.shape)
 
     def means(self, row: Array, a: Array, out: Array) -> None:
-        """Write to `out` [blocks, 1, B] the product of `row` with each block of a [n, B]. `dot` is faster, but for one
-        block only."""
+        """Write to `out` [blocks, 1, B] the product of `row` with each block of a [n, B]. `dot` takes less time than
+        `matmul`, but it computes a single block only."""
         if self.shape[0] == 1:
             dot(row, a, out=out[0])
         else:
@@ -216,6 +216,7 @@ class OneColumn(Normalisation):
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
         """Do the same as `Normalisation.before` for d, y, out [n, 1] and r [1, 1, 1]."""
+        # scratch is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale).
         row, scratch, y = self.scaled_row[0], self.scratch[:, 0], y[:, 0]
         dy = np.multiply(d[:, 0], y, scratch)
         mean = dot(row, dy)  # mean(d scale y)
@@ -325,14 +326,14 @@ def saved_rows(problem: Problem, v: Views) -> int:
     rows, blocks = cell.gates * H, norm_blocks(cell)
     if norm.of is None:
         return 0
-    # By factors a square matrix as wide as h is needed. This pays if the product with this matrix costs at most half of
-    # the recurrent product, and there are at least FACTOR_ROWS rows (steps x batch) per column. With lengths the matrix
-    # would be computed for each segment. A call with T = 1 returns each weight gradient as two factors, which
-    # `ProductNorm` does not compute.
+    # The method by factors needs a square matrix as wide as h. It pays if the product with this matrix costs at most
+    # half of the recurrent product, and there are at least FACTOR_ROWS rows (steps x batch) per column. With lengths
+    # the matrix would be computed for each segment. A call with T = 1 returns each weight gradient as two factors,
+    # which `ProductNorm` does not compute.
     pays = rows >= 2 * P and FACTOR_ROWS * P <= T * B and T > 1
     pays = pays and v["x"].dtype in FACTOR_TYPES and "lengths" not in v
-    # By factors the norm's shift becomes a part of the bias, which belongs to the input's part. So a user's cell that
-    # reads the two parts as two values (`apart`) must not have a shift.
+    # With this method the norm's shift becomes a part of the bias, which belongs to the input's part. That would be
+    # wrong for a user's cell that reads the input's part and the recurrent part as two values (`apart`).
     if norm.of == "sum" or blocks > 1 or not pays or (cell.op == "pointwise" and cell.apart and "norm_shift" in v):
         return rows + blocks
     # width: the size of the square matrix of the input's product; without this product the condition below is false.
@@ -526,7 +527,8 @@ class Factor:
     """
 
     def __init__(self, W: Array, eps: float, B: int = 1):
-        """Compute R from the weights W [n, K]. B: the number of columns of u in a call of this object."""
+        """Compute the triangular matrix R from the weights W [n, K]. B: the number of columns of u in a call of this
+        object."""
         wide = W.astype(np.float64)
         square = wide.T @ wide  # W^T W
         # The Cholesky factor exists only if rounding does not make the matrix indefinite. `error` bounds the rounding
@@ -636,7 +638,7 @@ class ProductNorm:
         self.square: Array = W.T @ W  # [K, K]
         # row: a product with this row sums over K and divides by GH.
         self.row: Array = np.full((1, W.shape[1]), 1 / len(W), W.dtype)
-        # A, S: summed over all columns.
+        # A = d (r u)^T and S = (c u) u^T, summed over all columns.
         self.A: Array = np.zeros((len(W), W.shape[1]), W.dtype)
         self.S: Array = np.zeros_like(self.square)
 
@@ -690,7 +692,7 @@ class RecurrentNorm:
         self.h: Array = np.empty((chunk, P, B), dtype)  # h_in of each step of a chunk, feature-major
         self.c: Array = np.empty((1, chunk * B), dtype)  # c = r^2 m for each column of a chunk
         self.scratch: Array = np.empty((P, B), dtype)
-        # through_step: turns E = Wh^T D into the gradient of h_in at one step.
+        # through_step: the function that turns E = Wh^T D into the gradient of h_in at one step.
         by_columns = partial(self.norm.through, tiles=Tiles(P, B, dtype))
         self.through_step: Callable[..., None] = by_columns if B > 1 else self.norm.through_column
 

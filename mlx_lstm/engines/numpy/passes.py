@@ -41,7 +41,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     the columns of one item do not affect the columns of others. Afterwards the outputs at these steps are overwritten
     by 0.
     """
-    dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
+    dtype, (T, B), keep, mask = v["x"].dtype, problem[:2], v.get("keep"), step_mask(v, problem)
     step = Step(problem, v, mask, out.get("norms"))
     # enter(t, h, out): writes to `out` the array that Wh multiplies at step t, such as mask * h; None: Wh multiplies h
     # itself. buffers: the arrays of h, which consecutive steps use in turn. block: the number of steps whose products
@@ -51,10 +51,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]
     if step.by_factors:  # the norm is a factor on h, which `enter` computes and saves
         norms = None
-    if "c" in out:  # c [T, carried H, B]: the states besides h, one block of H rows each
-        c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
-    else:  # an empty c, so that the loop below serves every cell
-        c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
+    # c [T, carried H, B]: the states besides h, one block of H rows each. It is empty for a cell without such a state.
+    c = out["c"].transpose(FEATURE_MAJOR) if "c" in out else np.empty((T, 0, B), dtype)
+    c_prev = first_state(v, "c0", (c.shape[1], B), dtype)
     c_times_keep = np.empty(c.shape[1:], dtype)
     times, onwards = range(ends.longest), 1
     if problem.reverse:

@@ -336,10 +336,10 @@ class WeightGradients:
     matrix product over its steps and batch items."""
 
     def __init__(self, out: Views, written: set[int], factored: Sequence[str] = ()):
-        """out: the memory of the requested gradients. written: the first steps of the chunks for which the gradient of
-        x is written already. Both directions share this set, so that the second direction adds its gradient to that of
-        the first. factored: the names of weights whose gradient is returned as a pair of matrices instead of their
-        product; the call then has one step."""
+        """Prepare the gradients of one direction. out: the memory of the requested gradients. written: the first steps
+        of the chunks for which the gradient of x is written already. Both directions share this set, so that the second
+        direction adds its gradient to that of the first. factored: the names of weights whose gradient is returned as a
+        pair of matrices instead of their product; the call then has one step."""
         self.out: Views = out
         self.written: set[int] = written
         # factors: {name: {first row of a block: (left [n, rows of the block], right [n, columns])}} for n batch items,

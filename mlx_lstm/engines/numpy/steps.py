@@ -128,8 +128,8 @@ class Plan:
     generated."""
 
     def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
-        """names: which of the arrays "peephole" and "Wp" the call has. exposes: whether the caller gets the gates
-        (forward), or whether they have cotangents (backward)."""
+        """Read the cell's graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: whether the
+        caller gets the gates (forward), or whether they have cotangents (backward)."""
         graph = graph_of(cell, names, exposes)
         self.cell, self.graph = cell, graph
         # rows: (first, last + 1) of each range of blocks of Wh that multiply h. whole: whether this is one range of all
@@ -174,7 +174,8 @@ gets as arguments, so that calls with other numbers share a plan."""
 @lru_cache(128)
 def plan_of(cell: AnyCell, names: tuple[str, ...], exposes: bool) -> Plan:
     """Return the plan of a cell, from a cache. Cells that differ only in numbers, such as the limits of clips, share a
-    plan. names, exposes: as in `Plan`."""
+    plan. names: which of the arrays "peephole" and "Wp" the call has. exposes: for a forward pass, whether the caller
+    gets the gates; for a backward pass, whether they have cotangents."""
     return plan_of_form(form_of(cell), names, exposes)
 
 

@@ -127,8 +127,9 @@ def over_time(
 
 def choose_items(live: Array, tree: Any, other: Any, by_mlx: bool) -> Any:
     """Return `tree`, but with the parts of `other` for all batch items whose entry in `live` [B] is false. `tree` is an
-    array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars. by_mlx: as
-    in `over_time`, whether the gradient of mx.where would be NaN."""
+    array [B, .], or a list or dict of such arrays; `other` has the same structure, with arrays or scalars. by_mlx:
+    whether MLX differentiates the choice and derivatives may be infinite; the gradient of mx.where would then be
+    NaN."""
     if by_mlx:
         return tree_map(lambda a, b: chosen(live, a, b), tree, other)
     return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
