@@ -324,6 +324,7 @@ class Step:
         adds = bool(plan.rows) and not plan.graph.apart and not isinstance(products, JoinedProduct)
         saves = problem.training or problem.return_gates
         build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v, of)
+        self.product: Array = product
         self.run: Callable[..., None] = build(H, B, dtype, z, weights, product, more)
 
     def prepare_norms(
