@@ -26,6 +26,10 @@ from .tune import tune
 QUICK = {"seconds": 1.0, "rounds": 3}  # defaults of --seconds and --rounds with --quick
 FULL = {"seconds": 10.0, "rounds": 5}  # and without --quick
 
+MOST = 86_400
+"""The largest value of --seconds and --patience: the seconds of a day, because the system's clocks refuse to wait for
+some weeks. It is also the largest value of --rounds."""
+
 PASSES_HELP = (
     "the passes to measure: forward; backward, which includes the forward pass; paced, a step every 3 ms (only with "
     "--case streaming); default: depends on the case"
@@ -215,10 +219,10 @@ def complete(options: argparse.Namespace) -> None:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if options.rounds < 1 or not options.seconds > 0:
-        raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
-    if not options.patience >= 0:
-        raise ValueError("--patience must be at least 0")
+    if not (1 <= options.rounds <= MOST and 0 < options.seconds <= MOST):
+        raise ValueError(f"--rounds must be at least 1, --seconds greater than 0, and both at most {MOST}")
+    if not 0 <= options.patience <= MOST:
+        raise ValueError(f"--patience must be at least 0 and at most {MOST}")
     options.passes = options.passes or (["backward"] if options.memory else list(case.default_passes))
     if missing := set(options.passes) - set(case.passes):
         raise ValueError(f"--passes: the case {options.case} has no {missing.pop()}")

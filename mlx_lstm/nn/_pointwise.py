@@ -252,6 +252,7 @@ class Pointwise(nn.Module):
         """
         op = f"{OP}.step"
         self._check_forward(op)
+        check_array(op, "Wx", self.Wx, ["G H", "D"])
         check_array(op, "x", x, ["B", self.Wx.shape[1]])
         by_step = whole_steps(op, keep, hold=None, shape=x.shape[:1], axes="[B]")
         by_step = {name: array[:, None] for name, array in by_step.items()}  # with a time axis of one step

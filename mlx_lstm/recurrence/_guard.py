@@ -9,6 +9,7 @@ kernels. The trial's text, a line of JSON, is the key of its result in the modul
 are refused; "" means that they are correct, None that they were not tested.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -157,7 +158,8 @@ def one_process_at_a_time() -> Iterator[None]:
 
         path = verdicts.file().with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        # O_NONBLOCK: a pipe in the file's place raises an error; without it, opening the pipe would wait forever.
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), "w")
     except (ImportError, OSError):  # no file locks, or no folder to write to
         yield
         return

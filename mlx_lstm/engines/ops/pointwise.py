@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..cell_tracer import values_of
 from ..cells import PointwiseCell
 from ..problem import Array, Arrays
-from ..tracing import vjp
+from ..tracing import split_apart, vjp
 
 
 def blocks(array: Array | None, count: int) -> list[Array]:
@@ -20,7 +20,7 @@ def blocks(array: Array | None, count: int) -> list[Array]:
     block."""
     if array is None or count == 0:
         return []
-    return [array] if count == 1 else list(mx.split(array, count, axis=-1))
+    return [array] if count == 1 else split_apart(array, count, axis=-1)
 
 
 def joined(parts: list[Array]) -> Array:
@@ -102,5 +102,8 @@ def gradients_by_mlx(function: Callable[[Arrays], Arrays], arrays: Arrays, cotan
         outputs = function(dict(zip(names, values, strict=True)) | lengths)
         return [outputs[name] for name in cotangents]
 
-    gradients = vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
+    # Views of the arrays: the forward pass, which runs again here, then shares no operation with the first run. MLX
+    # 0.32.4 cannot compile some graphs in which equal operations of both runs read the result of an elementwise one.
+    views = [arrays[name][None].squeeze(0) for name in names]
+    gradients = vjp(outputs_of, views, list(cotangents.values()))[1]
     return dict(zip(names, gradients, strict=True))

@@ -41,9 +41,9 @@ from ..cells import AnyCell, PointwiseCell, norm_blocks
 from ..definitions import ScaledNorm, constant, normalised, widened
 from ..directions import by_direction, join, join_gradients
 from ..problem import Array, Arrays, Problem
-from ..tracing import distinct
+from ..tracing import distinct, split_apart
 from .packed import dequantized, times_input
-from .pointwise import blocks, chosen, gradients_by_mlx, joined, pointwise_step
+from .pointwise import chosen, gradients_by_mlx, joined, pointwise_step
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -229,14 +229,23 @@ def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
 
 
 def named(letter: str, cell: AnyCell, array: Array) -> Arrays:
-    """Return the parts of an array [.., GH] as inputs of a step: one for each gate, with this letter and the gate's
-    number."""
-    return dict(zip(definitions.NAMES[letter], blocks(array, cell.gates), strict=False))
+    """Return the parts of an array [.., GH] as inputs of a step: one for each gate, with this letter and the number of
+    the gate."""
+    return dict(zip(definitions.NAMES[letter], split_by_gate(cell, array), strict=False))
 
 
 def by_gate(cell: AnyCell, array: Array) -> dict[str, Array]:
     """Return a dict from each gate, a letter such as "i", to its part [.., H] of an array [.., GH] with all gates."""
-    return dict(zip(cell.gate_order, blocks(array, cell.gates), strict=True))
+    return dict(zip(cell.gate_order, split_by_gate(cell, array), strict=True))
+
+
+def split_by_gate(cell: AnyCell, array: Array) -> list[Array]:
+    """Split an array [.., GH] into its parts [.., H], one for each gate."""
+    if cell.gates == 1:
+        return [array]
+    # With layer normalisation the array may be the result of an elementwise operation, its scale: see `split_apart`.
+    split = mx.split if cell.norm is None else split_apart
+    return list(split(array, cell.gates, axis=-1))
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:

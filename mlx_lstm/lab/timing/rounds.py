@@ -18,7 +18,7 @@ from ...oracle.verdict import Judge, Verdict
 from ..child import start
 from ..progress import Progress
 from .cases import CASES, find_contender
-from .tasks import Size, Task
+from .tasks import Task, needed_bytes
 
 QUIET = 0.2  # number of cores; a turn in which other processes use more is called disturbed
 CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
@@ -90,16 +90,6 @@ def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
-
-
-def needed_bytes(size: Size, which: str, dtype: str) -> int:
-    """Return the smallest possible memory of a pass in bytes: that of x, the four gates, h and c, and in the pass
-    "backward" also of dx, dWx, dWh, db."""
-    T, B, I, H = size
-    numbers = T * B * (I + 6 * H)
-    if which == "backward":
-        numbers += T * B * I + 4 * H * (I + H + 1)
-    return numbers * (4 if dtype == "float32" else 2)
 
 
 def peak_ratio(row: Measurement) -> float | None:
