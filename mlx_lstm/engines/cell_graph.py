@@ -370,6 +370,11 @@ class CellGraph:
         products = self.of_product()
         return [*products, *(n for n in dict.fromkeys(self.gradients("x")) if n not in products)]
 
+    @cached_property
+    def passes_h(self) -> bool:
+        """Whether a part of the gradient of h before a step bypasses the product h Wh^T."""
+        return self.nodes[self.gradients("s")[0]] != Node("const", (), 0.0)
+
     def known_after(self) -> dict[int, int]:
         """Return the new states that the backward pass can read from the outputs: {node: number of the state}. A state
         that is a constant or an unchanged input is left out, because its value is known without the outputs."""

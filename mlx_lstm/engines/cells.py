@@ -25,7 +25,7 @@ use is 0, "", None or False.
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from .cell_graph import CellGraph, Node, needed
+from .cell_graph import CellGraph, needed
 
 Entry = TypeVar("Entry")
 
@@ -250,8 +250,7 @@ class PointwiseCell(NamedTuple):
         # s0: the name of h before the step. forward: whether the new states are computed from s0. -1: no node has this
         # number, so the result is false if s0 is no input of the graph.
         forward = graph.number.get("s0", -1) in needed(graph.nodes, graph.forward)
-        # `gradients("s")[0]` is the gradient of s0 without the part that comes through the product h Wh^T.
-        return forward or graph.nodes[graph.gradients("s")[0]] != Node("const", (), 0.0)
+        return forward or graph.passes_h
 
     @property
     def reads_h(self) -> bool:

@@ -146,11 +146,10 @@ class Plan:
         self.other: tuple[int, ...] = tuple(
             [k for k, (x, p) in enumerate(zip(graph.gradients("x"), graph.of_product(), strict=True)) if x != p]
         )
-        # direct: the part of the gradient of h_prev that bypasses the recurrent product; passes_h: whether it can be
-        # other than 0. reads_h: whether the backward pass reads the h after a step (state 0). holds_h: whether it may
-        # read the h before a step, of which it then has a copy.
-        direct = graph.nodes[graph.gradients("s")[0]]
-        self.passes_h: bool = direct.op != "const" or direct.value != 0
+        # passes_h: whether a part of the gradient of h_prev bypasses the recurrent product. reads_h: whether the
+        # backward pass reads the h after a step (state 0). holds_h: whether it may read the h before a step, of which
+        # it then has a copy.
+        self.passes_h: bool = graph.passes_h
         self.reads_h: bool = graph.reads_after(0)
         self.holds_h: bool = self.passes_h or graph.reads("s0")
         self.recomputed: list[int] = graph.recomputed  # the gates whose recurrent product the backward pass recomputes
