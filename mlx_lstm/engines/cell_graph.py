@@ -26,7 +26,7 @@ package.
 
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
@@ -321,6 +321,10 @@ class CellGraph:
     back: tuple[int, ...]
     saved: tuple[int, ...]
     names: tuple[str, ...] = ()
+    gates: int = field(init=False)
+    states: int = field(init=False)
+    inputs: int = field(init=False)
+    params: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.gates, self.states, self.inputs, self.params = self.counts

@@ -58,6 +58,10 @@ LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 """LSTM_OUTPUTS, OUTPUTS: the attribute `outputs` of cells with and without c."""
 
+NO_BIAS: float = 0.0
+NO_ACTIVATIONS: tuple[str, ...] = ()
+"""NO_BIAS, NO_ACTIVATIONS: `forget_bias` and `activations` of cells without them."""
+
 
 class NormOptions(NamedTuple):
     """How a cell's step uses layer normalisation. `engines.definitions` has the equations.
@@ -147,7 +151,7 @@ class GRUCell(NamedTuple):
     kept = 3
     apart = recurrent = reads_kept = passes_h = reads_h = True
     params = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
@@ -175,7 +179,7 @@ class RNNCell(NamedTuple):
     recurrent = reads_h = True
     apart = reads_kept = passes_h = stops_c = stops_h = False
     params = reset = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     gate_order = "h"
@@ -205,11 +209,11 @@ class PointwiseCell(NamedTuple):
     reads_kept = True
     params = "params"
     reset = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
-    activations = tuple[str, ...]()
+    activations = NO_ACTIVATIONS
     block = gate_block
 
     @property
