@@ -59,8 +59,7 @@ OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 """LSTM_OUTPUTS, OUTPUTS: the attribute `outputs` of cells with and without c."""
 
 NO_BIAS: float = 0.0
-NO_ACTIVATIONS: tuple[str, ...] = ()
-"""NO_BIAS, NO_ACTIVATIONS: `forget_bias` and `activations` of cells without them."""
+"""The `forget_bias` of cells without this option."""
 
 
 class NormOptions(NamedTuple):
@@ -213,8 +212,11 @@ class PointwiseCell(NamedTuple):
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
-    activations = NO_ACTIVATIONS
     block = gate_block
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def apart(self) -> bool:
