@@ -154,8 +154,8 @@ def without_matrices(engine: str, problem: Problem) -> Problem | None:
         found = max(forward_tile(problem)[0], tile_of(problem, problem.H)[0]) >= 8  # [0]: the rows of a tile
     else:
         # as_read: the problem as the kernels get it, without a packing if they get dequantized weights.
-        as_read = fused.readable(problem, problem.names, problem.dtype)
-        found = fused.tiling_of("forward", as_read, as_read.dtype).matrices
+        as_read = fused.readable(problem, problem.names)
+        found = fused.tiling_of("forward", as_read).matrices
     spare = problem.cut.spare if problem.cut else 0  # registers that stay free
     # 4: the largest number of rows of a threadgroup that multiplies no 8 x 8 matrices.
     return problem._replace(cut=Cut(rows=4, spare=spare)) if found else None
@@ -216,8 +216,8 @@ def rows_of(problem: Problem) -> int:
     size and on the number of GPU cores. A trial sets this number directly, so that its own batch can be small."""
     if problem.cut:
         return problem.cut.rows
-    packing = fused.readable(problem, problem.names, problem.dtype).packing  # None if kernels get float weights
-    return fused.rows_for(fused.layer_size(problem, problem.dtype.size)._replace(packing=packing))
+    packing = fused.readable(problem, problem.names).packing  # None if kernels get float weights
+    return fused.rows_for(fused.layer_size(problem)._replace(packing=packing))
 
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:

@@ -347,6 +347,12 @@ def centres(problem: Problem, v: Views) -> bool:
     )
 
 
+def of_stream(problem: Problem) -> Problem:
+    """Return the problem of a single step as that of a stream. `centres` decides by the number of steps whether centred
+    weights pay. A stream has many steps in all, so it gets P as the number of steps."""
+    return problem._replace(T=problem.P)
+
+
 def with_centred_weights(problem: Problem, v: Views, by_factors: bool = False) -> Views:
     """Return the arrays of a call with centred weights, if `centres` says that this is faster: the mean over the rows
     of each block is subtracted from each weight, so that the products have a mean of 0. CENTRED lists these weights.

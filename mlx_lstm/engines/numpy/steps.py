@@ -44,6 +44,7 @@ from .norms import (
     input_norm_of,
     norm_of_preactivations,
     norm_of_state,
+    of_stream,
     saved_rows,
     with_centred_weights,
 )
@@ -345,9 +346,7 @@ class Step:
         """Return (arrays, norm, norm of the input's product): the arrays of the call as the products read them, the
         norm of the recurrent product or of the sum, and the norm of the input's product. A norm is None if the step
         does not compute it. streamed: steps arrive one at a time; the caller then computes the input's part."""
-        # `centres` decides by the number of steps whether centred weights pay. A stream has many steps in all, so it
-        # gets P as the number of steps.
-        many = problem._replace(T=problem.P) if streamed else problem
+        many = of_stream(problem) if streamed else problem
         # rows: how many numbers the norms save per step and item. This number says by which of two methods the norms
         # are computed (see `saved_rows`).
         rows = 0 if streamed else saved_rows(problem, v) if norms is None else norms.shape[2]

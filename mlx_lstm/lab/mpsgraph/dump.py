@@ -194,7 +194,7 @@ def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
     try:
         content = Budget(len(text or "")).json(text or "{}")  # raises ValueError for deeply nested text
         if not isinstance(content, dict):
-            raise ValueError(f"a {type(content).__name__}")
+            raise ValueError(f"it is of type {type(content).__name__}")
     except ValueError as error:
         raise ValueError(f"--descriptor must be a JSON object such as '{{\"reverse\": true}}': {error}") from None
     table = {field.name: field.name for field in fields(DESCRIPTORS[op])}
@@ -217,9 +217,11 @@ def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
     if backward and "source_gradient" not in arguments:
         raise ValueError(f"{title(backward[0])} needs {title('source_gradient')}, the gradient of h that came in")
     dtype = arguments["source"].dtype
+    if dtype not in (np.float32, np.float16):
+        raise ValueError(f"source must be float32 or float16 but got {dtype}")
     for name, value in (arguments | results).items():
-        if value.dtype not in (np.float32, np.float16) or value.dtype != dtype:
-            raise ValueError(f"{title(name)} must be float32 or float16, as source is, but got {value.dtype}")
+        if value.dtype != dtype:
+            raise ValueError(f"{title(name)} must be {dtype}, as source is, but got {value.dtype}")
 
 
 def possible_dumps(case: CompareCase, results: Arrays) -> list[Dump]:
