@@ -112,12 +112,10 @@ def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
 def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
     """Return the layout of an array as text, such as "[H, 4H]". groups: the letters of each axis. The letters D
     (directions) and G (gates) are printed as numbers. K, the axis that is multiplied by h[t-1], is printed as H'."""
-    spelled = []
+    spelled, G = [], sizes["G"]
     for group in groups:
         text = " x ".join(str(sizes[part]) if part in "DG" else "H'" if part == "K" else part for part in group)
-        spelled.append(
-            {f"{sizes['G']} x H": f"{sizes['G']}H", f"2 x {sizes['G']} x H": f"{2 * sizes['G']}H"}.get(text, text)
-        )
+        spelled.append({f"{G} x H": f"{G}H", f"2 x {G} x H": f"{2 * G}H"}.get(text, text))
     return f"[{', '.join(spelled)}]"
 
 
