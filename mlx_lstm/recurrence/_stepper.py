@@ -19,7 +19,8 @@ import numpy as np
 
 from ..engines import Choice
 from ..engines.cells import AnyCell, Cell, LSTMCell
-from ..engines.chunks import HALVES, for_engine
+from ..engines.chunks import for_engine
+from ..engines.definitions import widened
 from ..engines.numpy.stream import Stream
 from ..engines.numpy.sweep import Views, views
 from ..engines.ops.packed import dequantized
@@ -439,5 +440,5 @@ def is_real(array: mx.array | np.ndarray) -> bool:
 def as_numpy(array: mx.array | np.ndarray) -> np.ndarray:
     """Return a copy of an array as a NumPy array. The 16-bit floats of MLX become float32."""
     if isinstance(array, mx.array):
-        array = array.astype(mx.float32) if array.dtype in HALVES else array
+        array = widened(array)
     return np.array(array, order="C")
