@@ -311,8 +311,7 @@ def names_counted_by(key: str, names: Container[str]) -> list[str]:
 
 
 MOST_DIGITS = 20
-"""The largest number of digits of a number in a key that are examined. A key of a foreign file may be one very long
-number."""
+"""The largest number of digits of a number in a key that are examined."""
 
 
 def arranged(
