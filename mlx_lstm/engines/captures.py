@@ -119,8 +119,8 @@ class Captured:
 
     key: the numbers, texts and code that it can reach, as a list of values that can be compared. is_whole: whether the
     key surely has all of them. It is not whole if the function reads an object, an array or a class of the user's,
-    whose numbers code may reach in ways that its names do not tell, such as `getattr(self, name)`, or if the search
-    reached its limits.
+    whose numbers code may reach in ways that the names in the code do not show, such as `getattr(self, name)`, or if
+    the search reached its limits.
 
     modules: the modules of `mlx.nn`. arrays: the MLX arrays outside of modules, as pairs (path, array). A path, such as
     "self.weights.0", says how the function's code reaches the array; it is "" if a property computes the array.
@@ -201,7 +201,7 @@ class Captured:
         self.key.append(value.__code__)
         # read: the names in its own code, which say what it reads.
         read = names_in(value.__code__)
-        # A function with attributes, or one that reads variables by a text.
+        # The key is not whole if the function has attributes, or if it may read variables by a name that it computes.
         self.is_whole &= not vars(value) and HIDING_READERS.isdisjoint(read)
         defaults = [("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)]
         for name, each in [*variables_of(value), *defaults, *imported_by(value)]:

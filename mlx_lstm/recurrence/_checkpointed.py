@@ -272,8 +272,8 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
 
     given = [mx.zeros(array.shape, array.dtype) for array in [*leaves(tree), *own]]  # the numbers do not matter
     try:
-        # Engines warn that an export has no values; the real run warns if it must. The random numbers do not matter
-        # either, but the real run must draw those that it draws without this check.
+        # In an export arrays have no values, of which engines warn: hide these warnings here; the real run gives those
+        # that matter. Draw from another key, so that this check takes no random numbers from the real run.
         with without_warnings(), random_numbers_from(mx.random.key(0)):
             # Both lists are alive at the same time, as `captured_arrays` needs them.
             content, again = exported(work, given), exported(work, given)
@@ -297,8 +297,9 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
 
 
 def random_state() -> list[mx.array]:
-    """Return the list of one array in which MLX keeps the state of the random numbers of this thread. MLX passes on
-    only an iterator over it. `mx.random.seed` takes only a number, which the state in a compiled function is not."""
+    """Return the list of one array in which MLX keeps the state of the random numbers of this thread. MLX gives out
+    only an iterator over this list. `mx.random.seed` takes only a number, which the state in a compiled function is
+    not."""
     state: Any = mx.random.state
     kept: Any = get_referents(iter(state))[0]
     return kept
