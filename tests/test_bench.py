@@ -26,9 +26,8 @@ from mlx_lstm.lab.timing.cases import CASES, find_contender, is_installed, strea
 from mlx_lstm.lab.timing.cases import stack as judge_stack
 from mlx_lstm.lab.timing.cases.lstm import CONTENDERS, draw
 from mlx_lstm.lab.timing.cases.stack import from_buffer, to_buffer
-from mlx_lstm.lab.timing.files import plot
 from mlx_lstm.lab.timing.judge import evaluate_lstm, judge_layer
-from mlx_lstm.lab.timing.report import PAUSE_HINT, THREADS_HINT, group_text
+from mlx_lstm.lab.timing.report import PAUSE_HINT, THREADS_HINT, group_text, plot
 from mlx_lstm.lab.timing.rounds import Measurement, Plan, peak_ratio, plan, ratio, take_turn
 from mlx_lstm.lab.timing.short import time_line
 from mlx_lstm.lab.timing.tasks import PASSES, Size, Task, needed_bytes, parse_size

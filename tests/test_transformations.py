@@ -220,6 +220,19 @@ def test_a_single_step_compiled_for_any_shape_is_refused(kind, axis):
         mx.eval(compiled(x), compiled(mx.concatenate([x, x], axis)))
 
 
+def test_vmap_of_the_gradient_of_an_own_cell():
+    """MLX maps an operation that adds two axes at once to wrong axes, such as the gradient of a squeeze of two axes."""
+    rng = np.random.default_rng(0)
+    arrays = [mx.array(rng.normal(size=(3, *shape)).astype(np.float32)) for shape in ((2, 2, 1), (4, 1), (2, 4), (4,))]
+
+    def loss(x, Wx, h, u):
+        return pointwise(cells.indrnn, x, Wx, None, None, (h,), params=(u,), engine="ops")[0].square().sum()
+
+    mapped = mx.vmap(gradient(loss, 4))(*arrays)
+    for n in range(3):
+        assert_trees_close([d[n] for d in mapped], gradient(loss, 4)(*(array[n] for array in arrays)))
+
+
 def test_vmap_over_the_bias_of_a_plain_layer_alone():
     x, Wx, Wh = mx.random.normal((3, 2, 4)), mx.random.normal((8, 4)), mx.random.normal((8, 2))
     biases = mx.random.normal((3, 8))

@@ -15,8 +15,7 @@ from ..lab.command import Parser, check_plot
 from ..lab.progress import Progress
 from ..lab.report import machine_card, one_line
 from ..lab.timing.cases import CASES, find_contender, is_installed
-from ..lab.timing.files import plot, records, write_csv
-from ..lab.timing.report import LEGEND, card_text, group_text, references
+from ..lab.timing.report import LEGEND, card_text, group_text, plot, records, references, write_csv
 from ..lab.timing.rounds import Measurement, label, measure
 from ..lab.timing.tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .host import HOST_SIZE, host_text, measure_host
@@ -81,8 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def failures_text(rows: Iterable[Measurement]) -> str:
-    """Return one line of text for each implementation and engine that failed: its first failure, and the number of its
-    further failures."""
+    """Return a line for each implementation that failed: its first failure, and the number of further ones."""
     failed: dict[str, list[Measurement]] = {}
     for row in rows:
         if row.failed:
@@ -95,8 +93,7 @@ def failures_text(rows: Iterable[Measurement]) -> str:
 
 
 def shortened(row: Measurement, printed: Collection[str]) -> Measurement:
-    """Return a measurement for printing. If its status, an error text of several lines, is in `printed`, the texts that
-    were printed before, shorten it to the first line."""
+    """Return a measurement for printing: a status of several lines that was printed before becomes its first line."""
     return row._replace(status=f"{row.status.splitlines()[0]} (as above)") if row.status in printed else row
 
 
@@ -204,13 +201,11 @@ def check_together(options: argparse.Namespace) -> None:
 
 
 def dashed(name: str) -> str:
-    """Return the name of an option as typed on the command line, with - in place of _."""
     return name.replace("_", "-")
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Set every option that the user left out to its default, and check all values. Raise ValueError if a value is
-    wrong."""
+    """Set every option that the user left out to its default. Raise ValueError if a value is wrong."""
     options.case = options.case or "lstm"
     case = CASES[options.case]
     one = MEMORY_SIZE if options.memory else HOST_SIZE

@@ -96,8 +96,8 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Inside this context run all Metal kernels without a trial, in all threads, even kernels that have failed one.
-    Commands use it if they compare each result with an oracle themselves, or show the compiler's messages."""
+    """Inside this context run all Metal kernels without a prior test run, in all threads, even kernels that have failed
+    one. Commands use it if they compare each result with an oracle themselves, or show the compiler's messages."""
     _unguarded.append(True)
     try:
         yield
@@ -211,8 +211,8 @@ def command() -> list[str] | None:
 
 
 def try_out(trials: list[Trial]) -> list[Verdict]:
-    """Run trials of one engine in the child process. Return their results, up to a trial that ended or blocked the
-    child. If no child process can run, run the first trial in this process and return only its result."""
+    """Run trials (test runs) of one engine's kernels in the child process. Return their results, up to a trial that
+    ended or blocked it. If no child process can run, run the first trial in this process and return only its result."""
     words = command()  # the child's command line, or None if no child can be started
     if words:
         with suppress(CannotBegin):

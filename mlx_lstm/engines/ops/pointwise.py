@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..cell_tracer import values_of
 from ..cells import PointwiseCell
 from ..problem import Array, Arrays
-from ..tracing import split_apart, vjp
+from ..tracing import split_apart, view_of, vjp
 
 
 def blocks(array: Array | None, count: int) -> list[Array]:
@@ -104,6 +104,6 @@ def gradients_by_mlx(function: Callable[[Arrays], Arrays], arrays: Arrays, cotan
 
     # Views of the arrays: the forward pass, which runs again here, then shares no operation with the first run. MLX
     # 0.32.4 cannot compile some graphs in which equal operations of both runs read the result of an elementwise one.
-    views = [arrays[name][None].squeeze(0) for name in names]
+    views = [view_of(arrays[name]) for name in names]
     gradients = vjp(outputs_of, views, list(cotangents.values()))[1]
     return dict(zip(names, gradients, strict=True))

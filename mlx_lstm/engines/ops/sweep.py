@@ -145,9 +145,7 @@ def by_time(sequence: Array) -> list[Array]:
     """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
     # Not sequence[t]: under mx.compile(shapeless=True) a later call with another shape would silently use the shape of
     # the first call.
-    # [None] gives each split an array of its own, as `split_apart` does. Here one squeeze removes both axes of a step;
-    # `split_apart` would need a second squeeze.
-    return [row.squeeze((0, 1)) for row in mx.split(sequence[None], sequence.shape[0], axis=1)]
+    return [row.squeeze(0) for row in split_apart(sequence, sequence.shape[0])]
 
 
 def step(

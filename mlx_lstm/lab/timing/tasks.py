@@ -68,14 +68,11 @@ class Task(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A task that is ready to run in this process.
-
-    run: runs the task once and returns when every result is computed. build: the first part of `run`, which builds the
-    graph that `mx.eval` then computes, so that both parts can be timed separately; None for a library without a graph.
+    """A task that is ready to run in this process. run: runs it once and returns when every result is computed. build:
+    the first part of `run`, which builds the graph that `mx.eval` then computes; None for a library without a graph.
     tensors: converts the results of `run` to float32 NumPy arrays with the names in the case's `passes`; in the case
-    `lstm` these are h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. threads: the number of threads that
-    the framework reports. slept: returns the seconds that the latest run slept, which do not count as time of the run.
-    """
+    `lstm` these are h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. threads: the number that the
+    framework reports. slept: returns the seconds that the latest run slept, which do not count as its time."""
 
     run: Callable[[], Any]
     tensors: Callable[[Any], Tensors]
