@@ -100,7 +100,8 @@ class Weakly:
         return hash(self.ids)
 
     def function(self) -> Callable[..., Any]:
-        """Return the function, which the caller still holds."""
+        """Return the function. The weak references to it and to its parts are alive, because the caller still holds
+        it."""
         held, *method = [part() for part in self.parts]
         return MethodType(method[0], held) if method else held
 
@@ -255,15 +256,16 @@ def contents(value: Any) -> list[tuple[str, Any]] | None:
 
 @lru_cache(1024)
 def unnamed_methods(kind: type) -> list[FunctionType]:
-    """Return the methods of a class that code may run without their names, without those of libraries."""
+    """Return the methods of a class that code may run without naming them, such as `__call__`. Methods of libraries are
+    left out."""
     found = [next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None) for name in UNNAMED]
     return [each for each in found if isinstance(each, FunctionType) and not is_of_library(each)]
 
 
 def imported_by(function: FunctionType) -> list[tuple[str, ModuleType]]:
-    """Return the Python modules that the `import` statements inside a function name, as pairs (name, module), with the
-    packages that hold them: after `import a.b` code may read a, too. The code does not say from how many packages above
-    a relative import counts, so each module that it may mean is returned."""
+    """Return the Python modules that are named in the `import` statements inside a function, as pairs (name, module),
+    with the packages that hold them: after `import a.b` code may read a, too. The code does not say from how many
+    packages above a relative import counts, so each module that it may mean is returned."""
     package = str(function.__globals__.get("__package__") or "").split(".")
     above = [".".join([*package[:n], ""]) for n in range(1, len(package) + 1)]
     paths = [(before + name).split(".") for name in imports_in(function.__code__) for before in ("", *above)]

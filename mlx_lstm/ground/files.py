@@ -218,7 +218,7 @@ def members_of(file: Foreign) -> Iterator[tuple[str, bytearray]]:
     entries = sum(piece.count(b"PK\1\2") for piece in iter(lambda: file.stream.read(PIECE), b""))
     if entries > file.budget.names:
         broken(f"it holds {entries} files")
-    # All names and declared sizes are taken from the budget before the first member is unpacked.
+    # All names and declared sizes are counted against the budget before the first member is unpacked.
     with zipfile.ZipFile(file.stream) as archive:
         members = archive.infolist()
         names = [file.budget.name(member.filename).removesuffix(".npy") for member in members]

@@ -63,9 +63,9 @@ class Chunks:
     leaves of trees, as MLX's custom functions do."""
 
     def __init__(self, chunk: Chunk, sizes: tuple[int, int, range], modules: list[nn.Module], inputs: dict[str, Any]):
-        """chunk: runs the steps of one chunk. sizes: T, K, and the first steps of the chunks in the order in which they
-        run. modules: those that `chunk` captures. inputs: the trees `sequences`, `state` and `parameters`, to which the
-        float arrays of the modules are added: everything of which the gradient is taken."""
+        """chunk: runs the steps of one chunk. sizes: T steps, K steps per chunk, and the first steps of the chunks in
+        the order in which they run. modules: those that `chunk` captures. inputs: the trees `sequences`, `state` and
+        `parameters`, to which the float arrays of the modules are added: everything of which the gradient is taken."""
         self.chunk, self.modules = chunk, modules
         self.T, self.K, self.order = sizes
         # floats: for each module its parameters that can have a gradient, as pairs (key, array).

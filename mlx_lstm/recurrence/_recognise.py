@@ -88,7 +88,7 @@ B, T = 3, 8
 """The batch size and the number of steps of a comparison of several steps."""
 
 BATCHES = [
-    # matrices, vectors, x and h, c
+    # factors on the random numbers of: matrices, vectors, x and h, c
     (1, 1, 1, 1),
     (1, 1, 10, 10),
     (10, 10, 1, 1),
@@ -600,7 +600,8 @@ def written(number: float) -> float:
 
 def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]], list[str]]:
     """Find out which blocks (H rows of a parameter) are the weights of which gate, if the cell computes the formula
-    `way`. Return {(gate, kind): blocks}, and the Python code of blocks that have the effect of no gate."""
+    `way`. Return {(gate, kind): blocks}, with the kind "x", "h", "b" or "p" (weights of the input, of h, biases,
+    peepholes), and the Python code of blocks that have the effect of no gate."""
     parts: dict[Part, list[int]] = {}
     # gates: the gates whose weights have an effect while all other parameters are 0.
     gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]

@@ -227,8 +227,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     with which the matrix products use the same tiles as in the call."""
 
     def tiles(some: Problem, H: int, P: int) -> list[tuple[int, int]]:
-        """Return the tiles of all products, (rows, columns) that one threadgroup computes. some: the problem with its
-        B. With layer normalisation the gates of all units are one product."""
+        """Return the tiles of all products, (rows, columns) that one threadgroup computes. some: the problem with the
+        batch size B that is tried. With layer normalisation the gates of all units are one product."""
         widths = [H, P] if some.cell.norm is None else [H, P, some.cell.gates * H]
         return [tile_of(some, width) for width in widths]
 
