@@ -187,7 +187,7 @@ def groups_of(
             leaf, group = parsed
             if key in places:
                 name, layer, way = places[key]
-                # True: the metadata say that it is the layer's number.
+                # The argument True: the metadata say that `layer` is the layer's number.
                 group = group._replace(own=name, name=name, layer=layer, way=way, numbered=True)
             # Keys of the same layer and direction share the group of the first of them.
             found.setdefault((group.own, group.layer, group.way, group.form), group).keys[leaf] = key
@@ -380,7 +380,7 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
     """Return the arrays of a group of keys as a list of dicts, by the names that `Weights` uses. The list has one dict,
     or two if both directions share the group's arrays. Raise a ValueError that names a missing or unexpected key.
     arrays: all arrays of the file, by key. order: the gate order in the file, or None for the usual one."""
-    # Both matrices of a layer must be there: `PARTNERS` has their leaves in each format.
+    # Both matrices of a layer must be there: `PARTNERS` has their leaves (the last parts of their keys) in each format.
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):
             there, missing = (one, other) if one in group.keys else (other, one)
@@ -397,8 +397,8 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
             fail("convert", rule, "this key")
     if "kernel" in by_leaf:
         return [keras_words(group, by_leaf, order)]
-    # No two leaves may mean the same array of `Weights`, and a file may not have both a single bias b and bias_ih.
-    # (`settled` refuses b beside bias_hh.)
+    # No two leaves (last parts of keys) may mean the same array of `Weights`, and a file may not have both a single
+    # bias b and bias_ih. (`settled` refuses b beside bias_hh.)
     words: Arrays = {}
     for leaf, array in by_leaf.items():
         if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in by_leaf):

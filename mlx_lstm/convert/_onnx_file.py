@@ -95,7 +95,7 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
         where = "inside If, Loop, Scan or a function"
         notes.append(f"{inner} recurrent {'node' if inner == 1 else 'nodes'} {where}, not read: inline the graph first")
     # A file that `write` wrote contains zeros for the first states, the default of inputs that a node Expand repeats
-    # for each batch item. They are no weights, so they count as used.
+    # for each batch item. They are no weights, so they are added to `used`, which keeps them out of `rest`.
     inputs = {each.name for each in model.graph.input}
     used |= {node.input[0] for node in model.graph.node if node.op_type == "Expand" and node.input} & inputs
     rest = {key: array_of(onnx, tensor, key, file.budget) for key, tensor in initializers if key not in used}

@@ -332,8 +332,8 @@ def as_stored(op: str, weights: Weights, form: Format) -> Weights:
 
 
 def in_bias(weights: Weights) -> Weights:
-    """Return the weights with an LSTM's option `forget_bias` added to its bias and set to 0. Most formats have a bias
-    only."""
+    """Return the weights with an LSTM's option `forget_bias` added to its bias and set to 0. Most formats store only
+    the bias, without a separate forget bias."""
     cell = weights.cell
     if not (isinstance(cell, LSTMCell) and cell.forget_bias):
         return weights  # another cell, or a forget bias of 0

@@ -90,8 +90,8 @@ class Advised(nn.Module):
 
     op: str  # the layer's name in error texts
 
-    # `train` and `eval` are defined only for type checkers: they return a layer of this class, mlx.nn declares
-    # nn.Module.
+    # `train` and `eval` are defined only for type checkers: here they are declared to return a layer of this class, in
+    # mlx.nn an nn.Module.
     def train(self: Self, mode: bool = True) -> Self:
         """Set training mode, or with `False` evaluation mode; return the layer."""
         super().train(mode)

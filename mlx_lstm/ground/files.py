@@ -170,8 +170,8 @@ def as_bfloat16(array: np.ndarray) -> mx.array:
 
 def read_safetensors(file: Foreign) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the arrays of a safetensors file by key, and the file's metadata."""
-    # size: the number of bytes of the file. name: a function that takes a name from the budget. n: the number of bytes
-    # of the header.
+    # size: the number of bytes of the file. name: a function that counts a name against the budget and returns it. n:
+    # the number of bytes of the header.
     data, size, name = file.read(), file.budget.stored, file.budget.name
     n = int.from_bytes(data[:8], "little")
     if size < 8 or n > min(size - 8, MOST_HEADER):

@@ -153,10 +153,10 @@ def check_files(options: object, *names: str) -> None:
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with its exit code.
 
-    Ctrl-C and a closed output pipe, as after `| head`, end the process without a message, and an output that cannot be
-    written, as on a full disk, with one line. SIGTERM, and SIGHUP of a closed terminal, raise SystemExit, so that
-    incomplete files are removed and child processes end. Characters that the terminal cannot show are escaped. If
-    stdout is closed, as after `>&-`, the output is lost.
+    Ctrl-C and a closed output pipe, as after `| head`, end the process without a message. An output that cannot be
+    written, as on a full disk, ends it with an error of one line. SIGTERM, and SIGHUP of a closed terminal, raise
+    SystemExit, so that incomplete files are removed and child processes end. Characters that the terminal cannot show
+    are escaped. If stdout is closed, as after `>&-`, the output is lost.
     """
     code: object
     for number in range(3):  # open a closed stdin, stdout or stderr; else a file that is opened later gets its number
