@@ -26,7 +26,7 @@ package.
 
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
@@ -321,6 +321,10 @@ class CellGraph:
     back: tuple[int, ...]
     saved: tuple[int, ...]
     names: tuple[str, ...] = ()
+    gates: int = field(init=False)
+    states: int = field(init=False)
+    inputs: int = field(init=False)
+    params: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.gates, self.states, self.inputs, self.params = self.counts
@@ -369,6 +373,11 @@ class CellGraph:
         parts of all gates, then those of input parts that are different nodes; most cells have none."""
         products = self.of_product()
         return [*products, *(n for n in dict.fromkeys(self.gradients("x")) if n not in products)]
+
+    @cached_property
+    def passes_h(self) -> bool:
+        """Whether a part of the gradient of h before a step bypasses the product h Wh^T."""
+        return self.nodes[self.gradients("s")[0]] != Node("const", (), 0.0)
 
     def known_after(self) -> dict[int, int]:
         """Return the new states that the backward pass can read from the outputs: {node: number of the state}. A state

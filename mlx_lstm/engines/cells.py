@@ -25,7 +25,7 @@ use is 0, "", None or False.
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from .cell_graph import CellGraph, Node, needed
+from .cell_graph import CellGraph, needed
 
 Entry = TypeVar("Entry")
 
@@ -57,6 +57,9 @@ def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
 LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 """LSTM_OUTPUTS, OUTPUTS: the attribute `outputs` of cells with and without c."""
+
+NO_BIAS: float = 0.0
+"""The `forget_bias` of cells without this option."""
 
 
 class NormOptions(NamedTuple):
@@ -147,7 +150,7 @@ class GRUCell(NamedTuple):
     kept = 3
     apart = recurrent = reads_kept = passes_h = reads_h = True
     params = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
@@ -175,7 +178,7 @@ class RNNCell(NamedTuple):
     recurrent = reads_h = True
     apart = reads_kept = passes_h = stops_c = stops_h = False
     params = reset = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     gate_order = "h"
@@ -205,12 +208,15 @@ class PointwiseCell(NamedTuple):
     reads_kept = True
     params = "params"
     reset = output_peephole = ""
-    forget_bias = 0.0
+    forget_bias = NO_BIAS
     cell_clip = projection_clip = None
     clip_gradient = "through"
     stops_c = stops_h = False
-    activations = tuple[str, ...]()
     block = gate_block
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def apart(self) -> bool:
@@ -250,8 +256,7 @@ class PointwiseCell(NamedTuple):
         # s0: the name of h before the step. forward: whether the new states are computed from s0. -1: no node has this
         # number, so the result is false if s0 is no input of the graph.
         forward = graph.number.get("s0", -1) in needed(graph.nodes, graph.forward)
-        # `gradients("s")[0]` is the gradient of s0 without the part that comes through the product h Wh^T.
-        return forward or graph.nodes[graph.gradients("s")[0]] != Node("const", (), 0.0)
+        return forward or graph.passes_h
 
     @property
     def reads_h(self) -> bool:

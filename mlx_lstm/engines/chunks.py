@@ -84,7 +84,9 @@ class Chunked:
         # Without training a gradient is unlikely, so the forward pass saves no arrays for it. If MLX asks for one after
         # all, the backward pass runs each chunk forward again.
         self.recomputes: bool = chunks.recomputes or not problem.training
-        self.engine, self.module, self.evaluates = engine, module, evaluates
+        self.engine: str = engine
+        self.module: Any = module
+        self.evaluates: bool = evaluates
         self.batch_first: bool = problem.batch_first  # whether sequences are batch-major in memory
         # Only the engine `numpy` reads NumPy arrays, and only without quantized weights, which it dequantizes by MLX.
         self.takes_numpy: bool = engine == "numpy" and problem.packing is None

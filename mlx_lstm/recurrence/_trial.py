@@ -122,10 +122,8 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         # B: more than `rows`, so that there are several threadgroups. `rows` depends on the number of GPU cores; the
         # cut stores it, so the trial needs no number of cores.
         B, H, P = next((B for B in batches(problem) if rows < B), problem.B), problem.H, problem.P
-        problem, limits = (
-            problem._replace(cut=Cut(rows, problem.cut.spare if problem.cut else 0)),
-            limits._replace(cores=0),
-        )
+        cut = Cut(rows, problem.cut.spare if problem.cut else 0)
+        problem, limits = problem._replace(cut=cut), limits._replace(cores=0)
         if isinstance(problem.cell, PointwiseCell):
             # The float64 reference computes only one direction of such a cell. The kernels are the same, because they
             # read the number of directions at run time.

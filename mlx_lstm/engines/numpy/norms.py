@@ -299,6 +299,12 @@ def centres(problem: Problem, v: Views) -> bool:
     )
 
 
+def of_stream(problem: Problem) -> Problem:
+    """Return the problem of a single step as that of a stream. `centres` decides by the number of steps whether centred
+    weights pay. A stream has many steps in all, so it gets P as the number of steps."""
+    return problem._replace(T=problem.P)
+
+
 def with_centred_weights(problem: Problem, v: Views, by_factors: bool = False) -> Views:
     """Return the arrays of a call, with the weights and bias of CENTRED centred if `centres` says that this is faster.
     by_factors: whether the class `NormByFactors` computes the norms; it needs centred weights in any case."""

@@ -43,6 +43,7 @@ from .norms import (
     by_factors,
     input_norm_of,
     norm_of_preactivations,
+    of_stream,
     saved_rows,
     with_centred_weights,
 )
@@ -146,11 +147,10 @@ class Plan:
         self.other: tuple[int, ...] = tuple(
             [k for k, (x, p) in enumerate(zip(graph.gradients("x"), graph.of_product(), strict=True)) if x != p]
         )
-        # direct: the part of the gradient of h_prev that bypasses the recurrent product; passes_h: whether it can be
-        # other than 0. reads_h: whether the backward pass reads the h after a step (state 0). holds_h: whether it may
-        # read the h before a step, of which it then has a copy.
-        direct = graph.nodes[graph.gradients("s")[0]]
-        self.passes_h: bool = direct.op != "const" or direct.value != 0
+        # passes_h: whether a part of the gradient of h_prev bypasses the recurrent product. reads_h: whether the
+        # backward pass reads the h after a step (state 0). holds_h: whether it may read the h before a step, of which
+        # it then has a copy.
+        self.passes_h: bool = graph.passes_h
         self.reads_h: bool = graph.reads_after(0)
         self.holds_h: bool = self.passes_h or graph.reads("s0")
         self.recomputed: list[int] = graph.recomputed  # the gates whose recurrent product the backward pass recomputes
@@ -334,10 +334,7 @@ class Step:
         """Return (arrays, norm, of_input): the arrays of the call as the products read them, the norm of the recurrent
         product or of its sum with the input's part, and the norm of the input's product. A norm is None if the step
         does not compute it. streamed: steps arrive one at a time; the caller then computes the input's part."""
-        # `centres` decides by the number of steps whether centred weights (minus their mean, so that no step subtracts
-        # a mean) save time. A stream has many steps in all, so `centres` gets P as the number of steps, which is
-        # enough.
-        many = problem._replace(T=problem.P) if streamed else problem
+        many = of_stream(problem) if streamed else problem
         # rows: how many numbers the norms save per step and item, which says how they are computed (see `saved_rows`).
         rows = 0 if streamed else saved_rows(problem, v) if norms is None else norms.shape[2]
         self.by_factors = by_factors(problem, rows)

@@ -12,7 +12,7 @@ this module computes the input's part as a product of its own.
 import numpy as np
 
 from ..problem import Problem
-from .norms import Normalisation, norm_of_input
+from .norms import Normalisation, norm_of_input, of_stream, with_centred_weights
 from .products import Array, JoinedProduct, Views, bias_of, in_blocks
 from .steps import Step
 
@@ -43,7 +43,8 @@ class StreamedLayer:
         if not isinstance(products, JoinedProduct):  # compute x Wx^T here, with the bias as one more column of Wx
             bias = bias_of(problem, v)
             if cell.norm is not None and cell.norm.of == "products":
-                self.norm, bias = norm_of_input(problem, v), None  # the norm adds the bias
+                v = with_centred_weights(of_stream(problem), v)
+                self.norm, bias = norm_of_input(of_stream(problem), v), None  # the norm adds the bias
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
             # A large matrix is divided into blocks, each so small that BLAS computes its product in one thread.
             # product: a view of `inputs`, divided like the weights.
