@@ -301,7 +301,8 @@ def centres(problem: Problem, v: Views) -> bool:
 
 def of_stream(problem: Problem) -> Problem:
     """Return the problem of a single step as that of a stream. `centres` decides by the number of steps whether centred
-    weights pay. A stream has many steps in all, so it gets P as the number of steps."""
+    weights (minus their mean, so that no step subtracts a mean) save time. A stream has many steps in all, so it gets P
+    as the number of steps, which is enough."""
     return problem._replace(T=problem.P)
 
 
