@@ -96,7 +96,8 @@ def search(dumps: list[Dump]) -> tuple[Reading, bool]:
         best = nearest(alone, "readings")
     if best.fitting == len(best.distances):
         return best, False
-    # Leave out pairs of the same kind, which exclude each other. Only two changes of a layout may concern two arrays.
+    # Leave out pairs of the same kind, which exclude each other. Pairs of layout changes stay, because they may concern
+    # two different arrays.
     pairs = [(dump, pair) for dump in dumps for pair in combinations(list(changes(dump, few=True)), 2)]
     pairs = [(dump, pair) for dump, pair in pairs if pair[0].kind != pair[1].kind or pair[0].kind == "layout"]
     return max(best, nearest(pairs, "pairs of readings"), key=lambda reading: reading.fitting), True
@@ -277,9 +278,8 @@ def of_options(case: CompareCase) -> Iterator[Change]:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():
         other = next(word for word in HARD_SIGMOIDS if word != "x/5")
-        yield Change(
-            "hard_sigmoid", "hard_sigmoid has the slope 1/6 (E:hard_sigmoid)", readings={"hard_sigmoid": other}
-        )
+        words = "hard_sigmoid has the slope 1/6 (E:hard_sigmoid)"
+        yield Change("hard_sigmoid", words, readings={"hard_sigmoid": other})
     mask = case.arrays.get("mask")
     if case.bidirectional and mask is not None and mask.ndim == 3 and len(mask) == 2:
         yield Change("mask", "the mask is [2, N, H] (E:mask)", side_by_side)

@@ -100,7 +100,8 @@ class Weakly:
         return hash(self.ids)
 
     def function(self) -> Callable[..., Any]:
-        """Return the function, which the caller still holds."""
+        """Return the function. The weak references to it and to its parts are alive, because the caller still holds
+        it."""
         held, *method = [part() for part in self.parts]
         return MethodType(method[0], held) if method else held
 
@@ -119,8 +120,8 @@ class Captured:
 
     key: the numbers, texts and code that it can reach, as a list of values that can be compared. is_whole: whether the
     key surely has all of them. It is not whole if the function reads an object, an array or a class of the user's,
-    whose numbers code may reach in ways that its names do not tell, such as `getattr(self, name)`, or if the search
-    reached its limits.
+    whose numbers code may reach in ways that the names in the code do not show, such as `getattr(self, name)`, or if
+    the search reached its limits.
 
     modules: the modules of `mlx.nn`. arrays: the MLX arrays outside of modules, as pairs (path, array). A path, such as
     "self.weights.0", says how the function's code reaches the array; it is "" if a property computes the array.
@@ -163,7 +164,7 @@ class Captured:
 
     def enter(self, value: Any, path: str, names: tuple[str, ...], depth: int) -> None:
         """Search the parts of an object that is not a single value. path, names: as in `visit`. depth: how many objects
-        lead from the function to these parts."""
+        lead to these parts."""
         if isinstance(value, MethodType):
             code = getattr(value.__func__, "__code__", None)  # a method that Python did not compile has no code
             self.visit(value.__func__, path, names, depth)
@@ -173,8 +174,8 @@ class Captured:
             parts = [("func", value.func), ("arguments", value.args), ("keywords", value.keywords)]
             self.many(parts, path, names, depth)
         elif isinstance(value, nn.Module) and is_of_library(value):
-            # The code of a layer of mlx.nn does not change, but what it holds does: numbers in its attributes, arrays
-            # and further layers in its items.
+            # The code of a layer of mlx.nn does not change, but the numbers, arrays and further layers that it holds
+            # do.
             self.is_whole = False
             self.modules.append(value)
             self.many([("", vars(value)), ("", dict(value))], "", names, depth)
@@ -199,9 +200,9 @@ class Captured:
         """Search a function of Python: what it reads, and those of its own attributes that `names` has, the names in
         the code that uses the function. path: as in `visit`. depth: how many objects lead to these parts."""
         self.key.append(value.__code__)
-        # read: the names in its own code, which say what it reads of its variables and defaults.
+        # read: the names in its own code, which say what it reads.
         read = names_in(value.__code__)
-        # A function with attributes, or one that reads variables by a text.
+        # The key is not whole if the function has attributes, or if it may read variables by a name that it computes.
         self.is_whole &= not vars(value) and HIDING_READERS.isdisjoint(read)
         defaults = [("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)]
         for name, each in [*variables_of(value), *defaults, *imported_by(value)]:
@@ -225,15 +226,14 @@ class Captured:
             with suppress(Exception):  # a property of the user's may raise anything
                 found.append((name, getattr(value, name)))
         for name, held in found:
-            # The arrays of a module, which is in `modules` itself, and the results of a property have no path.
+            # The arrays of a module and the results of a property have no path.
             is_held = not isinstance(value, nn.Module) and not isinstance(getattr(type(value), name, None), property)
             self.visit(held, "" if not is_held else f"{path}.{name}" if path else name, names, depth)
         for method in methods:  # last: they may lead to much that the function never reaches
             self.visit(method, path, names, depth)
 
     def many(self, pairs: Iterable[tuple[str, Any]], path: str, names: tuple[str, ...], depth: int) -> None:
-        """Search what a container or a partial function holds, given as pairs (name, object). path: that of the
-        container, or "". names, depth: as in `visit`."""
+        """Search the pairs (name, object) of a container or a partial function. path, names, depth: as in `visit`."""
         for name, value in pairs:
             self.visit(value, f"{path}.{name}" if path else "", names, depth)
 
@@ -256,15 +256,16 @@ def contents(value: Any) -> list[tuple[str, Any]] | None:
 
 @lru_cache(1024)
 def unnamed_methods(kind: type) -> list[FunctionType]:
-    """Return the methods of a class that code may run without their names, without those of libraries."""
+    """Return the methods of a class that code may run without naming them, such as `__call__`. Methods of libraries are
+    left out."""
     found = [next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None) for name in UNNAMED]
     return [each for each in found if isinstance(each, FunctionType) and not is_of_library(each)]
 
 
 def imported_by(function: FunctionType) -> list[tuple[str, ModuleType]]:
-    """Return the Python modules that the `import` statements inside a function name, as pairs (name, module), with the
-    packages that hold them: after `import a.b` code may read a, too. The code does not say from how many packages above
-    a relative import counts, so each module that it may mean is returned."""
+    """Return the Python modules that are named in the `import` statements inside a function, as pairs (name, module),
+    with the packages that hold them: after `import a.b` code may read a, too. The code does not say from how many
+    packages above a relative import counts, so each module that it may mean is returned."""
     package = str(function.__globals__.get("__package__") or "").split(".")
     above = [".".join([*package[:n], ""]) for n in range(1, len(package) + 1)]
     paths = [(before + name).split(".") for name in imports_in(function.__code__) for before in ("", *above)]
@@ -306,8 +307,10 @@ def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
     """Return the variables of enclosing functions and the global variables that a function reads, as pairs (name,
     value)."""
     # A cell of Python holds a variable that an enclosing function shares with the functions inside of it.
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = [(name, cell.cell_contents) for name, cell in cells if cell_is_full(cell)]
+    held: list[tuple[str, Any]] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # the variable has no value yet
+            held.append((name, cell.cell_contents))
     # Without texts: the key in `parameters["W"]` is no global variable W.
     names = [name for name in names_in(function.__code__, with_texts=False) if name in function.__globals__]
     return [*held, *((name, function.__globals__[name]) for name in names)]
@@ -320,12 +323,3 @@ def names_in(code: CodeType, with_texts: bool = True) -> tuple[str, ...]:
     inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each, with_texts)]
     texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
     return tuple(dict.fromkeys([*code.co_names, *inner, *(texts if with_texts else [])]))
-
-
-def cell_is_full(cell: Any) -> bool:
-    """Return whether a variable of an enclosing function, held in a closure's cell, has a value yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

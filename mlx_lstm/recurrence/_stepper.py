@@ -1,8 +1,8 @@
 """Run layers one time step at a time with as little work per step as possible: the class `Stepper`.
 
 A `Stepper` checks its arguments once and keeps the states. The steps themselves run in a stream: `Stream`
-(`engines.numpy.stream`) on the CPU, `MLXStream` (`engines.stream`) on all other engines. States are in dicts {name:
-[state of each layer]}. The names are h, and c, which has all other states side by side.
+(`engines.numpy.stream`) for the engine `numpy`, `MLXStream` (`engines.stream`) for all others. States are in dicts
+{name: [state of each layer]}. The names are h, and c, which has all other states side by side.
 
 B: batch items, H: hidden units, P: the width of h, U: inputs of each step of a user's cell, K: layers. keep: a factor
 on the states before a step. carried: the number of states of a cell besides h. A holder is a dict of parameters: a
@@ -19,7 +19,8 @@ import numpy as np
 
 from ..engines import Choice
 from ..engines.cells import AnyCell, Cell, LSTMCell
-from ..engines.chunks import HALVES, for_engine
+from ..engines.chunks import for_engine
+from ..engines.definitions import widened
 from ..engines.numpy.stream import Stream
 from ..engines.numpy.sweep import Views, views
 from ..engines.ops.packed import dequantized
@@ -269,7 +270,8 @@ class Stepper:
         self._on_numpy = all(plan.choice.engine == "numpy" for plan in plans)
         self._shape = (*self._batch, plans[0].given["x"].shape[1])
         if self._on_numpy:
-            # plan.norm: (cell, ...), because `numpy` normalises the input's product itself, as the layer's cell says.
+            # plan.norm[0]: the layer's own cell, with its norm. `numpy` gets this cell, because it normalises the
+            # input's product itself.
             problems = [one.problem._replace(cell=one.norm[0]) if one.norm else one.problem for one in plans]
             # Or MLXStream, which has the same methods.
             self._stream: Any = Stream(problems, [numpy_views(plan) for plan in plans], self._batch)
@@ -321,9 +323,8 @@ class Stepper:
     def _real(self, name: str, value: Any) -> np.ndarray:
         """Check that a value is a real array of MLX or NumPy. Return it as a NumPy array."""
         if not isinstance(value, (mx.array, np.ndarray)):
-            fail(
-                self._op, f"{name} must be an mlx.core.array or a NumPy array{instead_of(value)}", type(value).__name__
-            )
+            rule = f"{name} must be an mlx.core.array or a NumPy array{instead_of(value)}"
+            fail(self._op, rule, type(value).__name__)
         if not is_real(value):
             fail(self._op, f"{name} must be real", value.dtype)
         return as_numpy(value) if isinstance(value, mx.array) else value
@@ -343,10 +344,8 @@ class Stepper:
         shape, arrays = self._states()["h"][0].shape, []
         for n, value in enumerate(inputs):
             array = self._real(f"inputs[{n}]", value)
-            # Broadcasting compares shapes from their last axis on.
-            if array.ndim > len(shape) or any(
-                size not in (1, wanted) for size, wanted in zip(array.shape[::-1], shape[::-1], strict=False)
-            ):
+            sizes = (1,) * (len(shape) - array.ndim) + array.shape  # with as many axes, as broadcasting adds them
+            if not broadcasts(sizes, shape):
                 fail(self._op, f"inputs[{n}] must broadcast to {list(shape)}", f"shape {list(array.shape)}")
             arrays.append(np.broadcast_to(array, shape).reshape(-1, shape[-1]))
         return np.concatenate(arrays, axis=-1)
@@ -439,5 +438,5 @@ def is_real(array: mx.array | np.ndarray) -> bool:
 def as_numpy(array: mx.array | np.ndarray) -> np.ndarray:
     """Return a copy of an array as a NumPy array. The 16-bit floats of MLX become float32."""
     if isinstance(array, mx.array):
-        array = array.astype(mx.float32) if array.dtype in HALVES else array
+        array = widened(array)
     return np.array(array, order="C")
