@@ -1533,6 +1533,15 @@ def test_layers_numbered_from_1_by_a_template(tmp_path, capsys):
     assert_same(weights, convert.read(target, keys="{name}{layer}.{array}").layers["lstm1"])
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_error_names_the_key_of_a_numbered_layer(layer, tmp_path):
+    shapes = {"Wx": (16, 4), "Wh": (16, 4), "bias": (16,)}
+    arrays = {f"lstm{n}.{name}": mx.ones(shape) for n in range(2) for name, shape in shapes.items()}
+    path = saved(tmp_path / "a.npz", arrays | {f"lstm{layer}.bias": mx.ones(15)})
+    with pytest.raises(ValueError, match=rf"lstm{layer}\.bias must have shape \[16\]"):
+        convert.read(path, keys="{name}{layer}.{array}")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [

@@ -904,6 +904,7 @@ CALLS = {
     "stepwise small projection": ("stepwise", (4, 1, 3, 9, 2), {"projection": True}),
     "stepwise small projection of two": ("stepwise", (4, 2, 3, 9, 3), {"projection": True}),
     "stepwise joins": ("stepwise", (22, 9, 3, 9, 9), {"op": "rnn"}),
+    "stepwise small joins": ("stepwise", (22, 1, 3, 5, 5), {"op": "rnn"}),
     "stepwise projection joins": ("stepwise", (11, 3, 3, 9, 4), {"projection": True}),
     "stepwise 4 bits": ("stepwise", (3, 5, 32, 192, 192), {"packing": (32, 4, "affine")}),
     "stepwise nvfp4": ("stepwise", (3, 9, 16, 80, 48), {"packing": (16, 4, "nvfp4"), "projection": True}),
