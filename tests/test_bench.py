@@ -226,6 +226,20 @@ def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
     assert rows["mlx_lstm.lstm"]["status"] == "timed"
 
 
+@pytest.mark.parametrize("missing", ["h", "dWh"])
+def test_a_contender_without_a_result_is_refused(missing, tmp_path):
+    """A contender must return all results of its pass: it would else be faster because it computes less."""
+    numbers = draw(TINY, "float32")
+    judge = judge_layer(numbers, "float32", backward=True)
+
+    def answer(limit, do, file):
+        np.savez(file, **{name: array for name, array in judge.exact.items() if name != missing})
+        return {"once": 0.0, "peak": None, "mlx_peak": None, "threads": None}
+
+    row, _ = rounds.check(task(), SimpleNamespace(ask=answer), judge, str(tmp_path / "results.npz"))
+    assert row.status == f"refused: {missing}: missing" and row.failed
+
+
 def test_a_compilers_errors_are_printed_and_the_others_measured(planted, capfd):
     """The benchmark prints a long compiler error only once per contender, cut at a length, and one line of it while it
     runs. This holds even if the error ends the worker process. The other contenders are still measured."""

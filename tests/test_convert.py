@@ -1583,6 +1583,7 @@ def test_missing_and_surplus_keys_are_named(tmp_path, capsys):
         (without(keras_style, "k.kernel"), "k.kernel must be there"),
         (lstm | {"enc.weight_hh_l0_scales": numbers(16, 1)}, "enc.weight_hh_l0 must not be quantized"),
         (lstm | {"enc.weight_hh_l0": numbers(18, H)}, "enc.weight_hh_l0 must have shape [4H, H], [3H, H] or [H, H]"),
+        (lstm | {"enc.weight_hh_l0": numbers(16)}, "enc.weight_hh_l0 must have shape [4H, H], [3H, H] or [H, H]"),
         (lstm | {"enc.weight_ih_l1": numbers(16, I)}, "enc.weight_ih_l1 must have shape [16, 8]"),
         (gru | {"enc.bias_ih_l0": numbers(16)}, "enc.bias_ih_l0 must have shape [12]"),
         (
