@@ -23,18 +23,20 @@ from assertions import assert_within, bounds
 from cases import METAL, draw, draw_cotangents, run
 from kernel_texts import noted
 from on_metal import EVERY_OPTION, matrices_from, on_metal, on_one_engine
+from pointwise_cases import Form
 from quantized_cases import packed
 from trial_on_metal import FAULTS, MATRICES, fault
 
 import mlx_lstm.nn
 import mlx_lstm.torch
 from mlx_lstm.engines import Choice, tuning, verdicts
-from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, PointwiseCell, RNNCell
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import Chunks, Cut, Limits, Problem
 from mlx_lstm.engines.tuning import Table
 from mlx_lstm.oracle import clip_shift, evaluate, forward
 from mlx_lstm.oracle.arithmetic import Rounding
+from mlx_lstm.oracle.judge import Case
 from mlx_lstm.recurrence import _call, _child, _draw, _guard, _judge, unguarded
 from mlx_lstm.recurrence._trial import trial_from, trial_of, without_numbers
 
@@ -1085,6 +1087,18 @@ def test_a_trial_of_clips_that_stop_gradients(clips):
                 shifts = clip_shift(**drawn.case.call)
                 for name, limit in (("c", cell.cell_clip), ("h", cell.projection_clip)):
                     assert not limit or 0.1 < (shifts[name] != 0).mean() < 0.9, cell
+
+
+def test_a_trial_of_a_users_cell_keeps_off_steep_places():
+    """A trial needs small gradients: a root is steep near 0. In every second attempt the cell gets positive numbers."""
+    graph = Form(lambda a, state: (mx.sqrt(a[0]) + state[0],), gates=1, states=1).graph(1, 1)
+    call = {"op": "pointwise", "graph": graph, "Wx": np.ones((1, 1)), "Wh": np.zeros((1, 1)), "h0": np.ones((1, 1))}
+    for number, is_smooth in ((1.0, True), (1e-12, False)):
+        assert _draw.is_smooth(Case(call | {"x": np.full((1, 1, 1), number)})) == is_smooth
+    form = problem(cell=PointwiseCell(graph), names=("h0", "x", "Wx", "Wh"))
+    for attempt in range(4):
+        states = _draw.values_for_own_cell(form, np.random.default_rng(attempt), attempt)["h0"]
+        assert (states.min() >= 0.5) == (attempt % 2 == 1)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)

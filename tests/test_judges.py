@@ -223,6 +223,23 @@ def test_a_judge_refuses_every_lie(judge, problem):
     assert not accepted
 
 
+def test_a_difference_in_any_layer_and_direction_is_named():
+    """`convert.differences` compares the arrays of every layer and of both directions."""
+    rng = np.random.default_rng(0)
+    shapes = {"Wx": (12, 4), "Wh": (12, 3), "bx": (12,)}
+    arrays = {
+        (k, d, n): rng.normal(size=s).astype(np.float32) for k in range(2) for d in range(2) for n, s in shapes.items()
+    }
+
+    def weights(arrays):
+        layers = [[{n: mx.array(arrays[k, d, n]) for n in shapes} for d in range(2)] for k in range(2)]
+        return Weights(LSTMCell(), layers, False)
+
+    assert differences(weights(arrays), weights(arrays)) == []
+    for key, array in arrays.items():
+        assert differences(weights(arrays), weights(arrays | {key: one(2.0)(array)})) == [key[2]], key
+
+
 def test_bounds_at_the_limits():
     """A bound of 0 accepts equal numbers only. Infinity accepts every finite number of the right shape. NaN accepts
     nothing."""

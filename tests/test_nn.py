@@ -532,6 +532,13 @@ def test_a_nonlinearity_is_traced_once(nonlinearity):
     assert cached_trace.cache_info().misses == before
 
 
+def test_an_empty_batch_with_any_nonlinearity():
+    layer = nn.RNN(D, H, nonlinearity=mx.sin)
+    for batch in ((0,), (2, 0)):
+        assert layer(mx.zeros((*batch, 5, D))).shape == (*batch, 5, H)
+        assert layer.step(mx.zeros((*batch, D))).shape == (*batch, H)
+
+
 @pytest.mark.parametrize("nonlinearity", [mx.sin, reference.gelu, reference.Tanh()], ids=["sin", "gelu", "module"])
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
 def test_rnn_with_any_nonlinearity(nonlinearity, batch):

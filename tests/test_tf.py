@@ -30,7 +30,7 @@ from tf_cases import (
     theirs,
 )
 
-from mlx_lstm import tf
+from mlx_lstm import cudnn, tf
 from mlx_lstm.engines import ENGINES, METAL_ENGINES
 from mlx_lstm.oracle import backward, forward
 from mlx_lstm.oracle.closeness import largest
@@ -462,6 +462,20 @@ def test_defaults_names_and_order_are_the_raw_ops():
         assert [(p.name, p.default) for p in here] == [(p.name, p.default) for p in there], op
         case = recorded(op, 0)[0] if op in OPS else recorded(OF[op], 0)[2]
         assert list(ours(op, case, None)) == list(theirs(op, case)), op
+
+
+CUDNN = {"cudnn_rnn": "CudnnRNN", "cudnn_rnn_v2": "CudnnRNNV2", "cudnn_rnn_v3": "CudnnRNNV3"}
+CUDNN |= {op.replace("rnn", "rnn_backprop"): raw.replace("RNN", "RNNBackprop") for op, raw in CUDNN.items()}
+
+
+@pytest.mark.parametrize("op", CUDNN)
+def test_defaults_of_the_ops_of_cudnn_are_those_of_the_raw_ops(op):
+    tensorflow = pytest.importorskip("tensorflow")
+    from inspect import Parameter, signature
+
+    here, there = (signature(each).parameters for each in (getattr(cudnn, op), getattr(tensorflow.raw_ops, CUDNN[op])))
+    found = {name: p.default for name, p in here.items() if name in there and p.default is not Parameter.empty}
+    assert found == {name: there[name].default for name in found} and {"seed", "dropout", "rnn_mode"} <= found.keys()
 
 
 def a_case(op):
