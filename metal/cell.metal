@@ -21,12 +21,14 @@
 //   INPUTS       numbers u that a step also reads; 0 in built-in cells
 //   CONSTANTS    numbers p that all steps share, read by constants(...); SUMMED: those with a gradient
 //   SEGMENTS     parts of the backward product dz Wh: 1, or one for each gate in it
-//   forward(p, u, sums, s, y)   one step. sums: the products. s: the states, h first: on entry times the option keep,
-//       on return the new ones. y: on entry the input's parts of the preactivations, on return the saved numbers
+//   forward(p, u, sums, s, y)   one step. sums: the products. s: the states, h first: on entry the states before the
+//       step, times the factor keep that a call may have; on return the new ones. y: on entry the input's parts of the
+//       preactivations, on return the saved numbers
 //   backward(p, u, y, before, after, ds, d, du, dp)   a step in reverse. before, after: the states before the step,
 //       times keep, and after it. ds: their gradients, on entry of `after`, on return of `before`, without the part
 //       through the product. d: on entry the cotangents of y (gradients that the caller gives), on return the gradients
-//       of the preactivations. du, dp: those of u, p. u[0] of a GRU: its candidate's product
+//       of the preactivations. du, dp: those of u, p. A GRU has no inputs; its u[0] in the backward step is the
+//       recurrent product of its candidate
 //   product_gradient   the gradient of a gate's product
 // All arithmetic is in float.
 

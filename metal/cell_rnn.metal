@@ -34,9 +34,10 @@ struct RNNCell {
     h[0] = activate(activation(0), y[0]);
   }
 
-  // Compute one step in reverse. h: the new h. dh: on entry the gradient of h, on return 0, because h_prev is read only
-  // by the recurrent product. da: on entry the cotangent of the preactivation (the gradient that the caller gives for
-  // it as an output), on return its whole gradient.
+  // Compute one step in reverse. h: the new h. dh: on entry the gradient of h, on return the part of the gradient of
+  // h_prev that does not go through the recurrent product: 0, because only this product reads h_prev. da: on entry the
+  // cotangent of the preactivation (the gradient that the caller gives for it as an output), on return its whole
+  // gradient.
   static void backward(
       thread const float*, thread const float*, thread const float*, thread const float*, thread const float* h,
       thread float* dh, thread float* da, thread float*, thread float*) {

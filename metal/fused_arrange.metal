@@ -130,8 +130,9 @@ uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int nu
   int unit, block, k;
   place_in_lanes<Cell, UNITS, false>(H, index, slot, unit, block, k);
   k = index % GROUP * Share::SPAN + piece * Share::PIECE;
-  // In a word of weights: eight weights of one row fill WORDS words; eight of each other row follow, then the next
-  // eight.
+  // If the word holds weights, add the index of its first weight in the piece. The order of the words is: WORDS words
+  // with eight weights of the first row, then with eight weights of each other row, then with the next eight weights of
+  // the first row.
   if (factor < 0) k += place / (Share::WORDS * SLOTS) * 8 + place % Share::WORDS * PER_WORD;
   if (unit >= H || k >= H) return 0;
   // group: the number of the scale, and of the bias, of weight k in this row

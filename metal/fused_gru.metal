@@ -62,8 +62,9 @@ struct Lanes<GRUCell<OPTIONS>> {
   //   sums   the recurrent products
   //   y      before the call the input's part of the lane's preactivation, after it the lane's gate
   // Parameters without a name are for other cells. Lane 2 reads r from lane 0 and z from lane
-  // 1: simd_shuffle_xor(x, d) reads x of lane (own ^ d), an exclusive or, and 2 ^ 2 = 0, 2 ^ 3 = 1. own: the gate r in
-  // lane 0 and z in lane 1, for which gate & 1 is 1; in the lanes 2 and 3 it is not used.
+  // 1: simd_shuffle_xor(x, d) reads x of lane (n ^ d), an exclusive or, where n is the number of this lane: 2 ^ 2 = 0
+  // and 2 ^ 3 = 1. The variable own is the gate r in lane 0 and z in lane 1, for which gate & 1 is 1; in the lanes 2
+  // and 3 it is not used.
   static float forward(
       int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
     const float a = y + sums[0];

@@ -27,9 +27,9 @@ struct PackedVector {
 
 // How many weights and words a lane has, if GROUP lanes share SLOTS rows of LENGTH weights each. A lane has SPAN
 // weights of each row, in PIECES pieces of PIECE weights with the same scale. FACTORS: scales and biases per row and
-// piece. EACH: words per piece, of which OF_WEIGHTS hold weights (eight weights fill WORDS words). COUNT: all words of
-// a lane, in vectors of 4, rounded up. RUNS: how many runs of 4 numbers the lane reads of the vector that the weights
-// multiply.
+// piece. EACH: words per piece, counted over all SLOTS rows, of which OF_WEIGHTS hold weights (eight weights fill WORDS
+// words). COUNT: all words of a lane, in vectors of 4, rounded up. RUNS: how many runs of 4 numbers the lane reads of
+// the vector that the weights multiply.
 template <int FIELD, int SIZE, bool BIASED, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   enum {

@@ -35,8 +35,9 @@ struct Lanes<RNNCell<OPTIONS>> {
     return activate(Cell::activation(0), y);
   }
 
-  // Compute one step in reverse. h: the new h. dh: on entry the gradient of h, on return 0. d: on entry the cotangent
-  // of the preactivation (the gradient that the caller gives for it as an output), on return its whole gradient.
+  // Compute one step in reverse. h: the new h. dh: on entry the gradient of h, on return the part of the gradient of
+  // h_prev that does not go through the recurrent product: 0 in a plain RNN. d: on entry the cotangent of the
+  // preactivation (the gradient that the caller gives for it as an output), on return its whole gradient.
   static void backward(
       int, float, float, float, float, float h, float, thread float& dh, thread float&, thread float& d) {
     d = dh * slope(Cell::activation(0), h) + d;

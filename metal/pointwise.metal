@@ -6,7 +6,8 @@
 //   SCATTERS     whether each of the four lanes gets only the recurrent product of one gate (lane k: gate k), in
 //                sums[0]; otherwise all lanes get the products of all gates
 //   NORMALISES   whether the cell has a layer normalisation
-//   TWO_PRODUCTS, slot_block    0, and the block of Wh of the weights in a lane's slot (fused_lanes.metal)
+//   TWO_PRODUCTS  always 0: a lane computes one product per step
+//   slot_block   the block of rows of Wh whose weights a lane's slot has (fused_lanes.metal)
 //   forward, backward   one step of one unit of one batch item, like the functions of the cell, with `lane` as an
 //                additional first parameter. The lanes of a unit share the work: register j of a lane holds number
 //                4 j + lane of the unit's values y and gradients d. Every lane has the unit's states and their

@@ -66,10 +66,11 @@ template <int BITS> uint halves_of(uint word, int first, Absent) {
 }
 
 // Return the number that a product multiplies in place of weight e of `words`. With q, the number that the bits of the
-// weight stand for, it is 2^BITS + q if q is an integer, and q / FACTOR if q is a small float. If BITS divides 16, one
-// call of halves_of converts two weights, one in the lower and one in the upper half of a word. The function makes the
-// same call for both weights; in an unrolled loop the compiler computes it once. For other BITS, which only integers
-// have, each weight is converted alone, because its bits may continue in the next word.
+// weight stand for, it is 2^BITS + q if q is an integer, and q / FACTOR (the constant in the head of this file) if q is
+// a small float. If BITS divides 16, one call of halves_of converts two weights, one in the lower and one in the upper
+// half of a word. The function makes the same call for both weights; in an unrolled loop the compiler computes it once.
+// For other BITS, which only integers have, each weight is converted alone, because its bits may continue in the next
+// word.
 template <int BITS, int WORDS, class B>
 float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   const int word = BITS * e / 32, first = BITS * e % 32;

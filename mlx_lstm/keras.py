@@ -4,8 +4,7 @@
 
 G: gates, H: units, I: input features. Keras' arrays are kernel [I, GH] (the input's weights), recurrent_kernel [H, GH]
 and bias, [GH] or, in a GRU, [2, 3H]. The arguments of `mlx_lstm.lstm`, `gru` and `rnn` are Wx [GH, I], Wh [GH, H], b
-[GH] and, in a GRU, bhn [H], the recurrent bias of the candidate. cell: the formula with its options. op: the name of
-the public function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+[GH] and, in a GRU, bhn [H], the recurrent bias of the candidate.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,9 +63,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None,
         >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
-    # [4]: the bias has shape [4H]. `one_direction` refuses a missing recurrent_kernel with a text that shows the right
-    # call.
-    return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias, *more), [4])
+    return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias, *more), [4])  # bias [4H]
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -79,8 +76,7 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
     Returns:
         list: kernel [I, 4H], recurrent_kernel [H, 4H] and, if given, bias [4H].
     """
-    check_ours("lstm_to_keras", 4, Wx, Wh, {"b": b})  # 4 gates
-    return into_keras(LSTMCell(), Wx, Wh, b, bhn=None)
+    return into_keras("lstm_to_keras", LSTMCell(), Wx, Wh, {"b": b})
 
 
 def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
@@ -108,9 +104,8 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    # [3], [2, 3]: the bias has shape [3H] or [2, 3H]. `one_direction` refuses a missing recurrent_kernel with a text
-    # that shows the right call.
-    return one_direction("gru_from_keras", "gru", (kernel, recurrent_kernel, bias, *more), [3], [2, 3])
+    arrays = kernel, recurrent_kernel, bias, *more
+    return one_direction("gru_from_keras", "gru", arrays, [3], [2, 3])  # bias [3H] or [2, 3H]
 
 
 def gru_to_keras(
@@ -133,11 +128,11 @@ def gru_to_keras(
     Raises:
         ValueError: the shapes do not fit, or bhn is given with `reset_after=False`.
     """
-    check_ours("gru_to_keras", 3, Wx, Wh, {"b": b, "bhn": bhn})  # 3 gates
     check_flag("gru_to_keras", "reset_after", reset_after)
     if bhn is not None and not reset_after:
         fail("gru_to_keras", "bhn must be None with reset_after=False", "an array")
-    return into_keras(GRUCell(reset="after" if reset_after else "before"), Wx, Wh, b, bhn)
+    cell = GRUCell(reset="after" if reset_after else "before")
+    return into_keras("gru_to_keras", cell, Wx, Wh, {"b": b, "bhn": bhn})
 
 
 def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, *more: Any) -> dict[str, Any]:
@@ -160,9 +155,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any = None, bias: Any = None, 
         >>> rnn(mx.ones((10, 2, 3)), **keras.rnn_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    # [1]: the bias has shape [H]. `one_direction` refuses a missing recurrent_kernel with a text that shows the right
-    # call.
-    return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias, *more), [1])
+    return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias, *more), [1])  # bias [H]
 
 
 def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -175,8 +168,7 @@ def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[
     Returns:
         list: kernel [I, H], recurrent_kernel [H, H] and, if given, bias [H].
     """
-    check_ours("rnn_to_keras", 1, Wx, Wh, {"b": b})  # 1 gate
-    return into_keras(RNNCell(), Wx, Wh, b, bhn=None)
+    return into_keras("rnn_to_keras", RNNCell(), Wx, Wh, {"b": b})
 
 
 def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Sequence[Any]) -> dict[str, Any]:
@@ -245,36 +237,19 @@ def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]
         rule = f"the arrays must be those of one layer (bidirectional_from_keras({op}, weights) takes both directions),"
         fail(op, rule, f"{len(weights)} arrays")
     if weights[1] is None:
-        fail(
-            op,
-            f"the arguments must be the arrays of a layer, as in {op}(*layer.get_weights()),",
-            type(weights[0]).__name__,
-        )
+        rule = f"the arguments must be the arrays of a layer, as in {op}(*layer.get_weights()),"
+        fail(op, rule, type(weights[0]).__name__)
     arrays = direction(op, kind, weights, biases=biases)  # Wx, Wh and maybe the biases bx and bh of their products
     # A GRU has two biases exactly if it has reset_after=True. CELLS: {kind: class of its cell}.
     cell = GRUCell(reset="after" if "bh" in arrays else "before") if kind == "gru" else CELLS[kind]()
     return {name: arrays[name] for name in ("Wx", "Wh")} | one_bias(cell, arrays)  # b, and bhn with reset_after
 
 
-def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: mx.array | None) -> list[np.ndarray]:
-    """Return [kernel, recurrent kernel, bias] in Keras' layout, without the bias if b and bhn are None."""
-    # `from_one_bias` turns b and bhn into the biases of x Wx^T and h Wh^T, which Keras' layout has.
-    arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)
-    return arrays_of(cell, arrays, use_bias=b is not None or bhn is not None)
-
-
-def check_function(op: str, convert: object) -> None:
-    """Check that the argument `convert` of a bidirectional conversion is a function. op: bidirectional_from_keras or
-    bidirectional_to_keras."""
-    if not callable(convert):
-        which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"  # [14:]: without "bidirectional_"
-        fail(op, f"convert must be {which}", repr(convert))
-
-
-def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
-    """Check the shapes of weights in the layout of this package: Wx [GH, I] and Wh [GH, H], with G gates of H units.
-    Check in `biases` the shapes of b [GH] and bhn [H], if they are not None. op: the public function's name, for
-    errors."""
+def into_keras(op: str, cell: Cell, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> list[np.ndarray]:
+    """Check the shapes of weights in the layout of this package: Wx [GH, I], Wh [GH, H], and in `biases` b [GH] and for
+    a GRU bhn [H], which may be None. Return [kernel, recurrent kernel, bias] in Keras' layout, without the bias if both
+    are None. G: gates, H: units. op: the public function's name, for errors."""
+    G = cell.gates
     check_array(op, "Wx", Wx, [times(G), "I"])
     H, more = divmod(Wx.shape[0], G)
     if more or not H:
@@ -283,3 +258,14 @@ def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx
     for name, bias in biases.items():
         if bias is not None:
             check_array(op, name, bias, [H if name == "bhn" else G * H])
+    # `from_one_bias` turns b and bhn into the biases of x Wx^T and h Wh^T, which Keras' layout has.
+    both = from_one_bias(biases["b"], biases.get("bhn"))
+    return arrays_of(cell, {"Wx": Wx, "Wh": Wh} | both, use_bias=bool(both))
+
+
+def check_function(op: str, convert: object) -> None:
+    """Check that the argument `convert` of a bidirectional conversion is a function. op: bidirectional_from_keras or
+    bidirectional_to_keras."""
+    if not callable(convert):
+        which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"  # [14:]: without "bidirectional_"
+        fail(op, f"convert must be {which}", repr(convert))

@@ -4,15 +4,6 @@ Constructors, parameters and their names, initialisation, shapes and results are
 different lengths come as a `PackedSequence`, or padded with the argument `lengths`, which takes less time. Sizes: L
 time, N batch, I input features, D directions, K layers, H hidden, S (`width`) the width of h: H, or `proj_size`.
 
-The names in the code are:
-
-- endings: the ends of parameter names, one per direction: "" and "_reverse".
-- op: the name of the class, with which error texts begin. `fail` and the `check_...` functions raise a ValueError.
-- cell: the formula of a step (`engines.cells`). gates: 4 in an LSTM, 3 in a GRU, 1 in an RNN.
-- states: a dict of the states "h" and, in an LSTM, "c". `Call.forward` runs one layer.
-- now: the call computes immediately on the CPU. Then NumPy does the small operations around the recurrence
-  (`by_numpy`), because it takes less time than MLX (`by_mlx`).
-
 A `state_dict` loads as it is. To load it from a file call `layer.load_weights("torch_layer.safetensors")`. To copy it
 from a torch layer in the same process, and back:
 
@@ -35,7 +26,6 @@ from .engines import cells
 from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
 from .engines.choice import Engine, check_engine
 from .engines.directions import join
-from .engines.packing import Weight
 from .engines.problem import Arrays
 from .ground.advice import Advised, advised, missing
 from .ground.checks import (
@@ -108,20 +98,21 @@ class Layers(Advised):
     nonlinearity: str  # the activation of a plain RNN
     engine_used = engine_used  # a property: the engine that ran in the latest call, which `run` stores
 
+    @advised
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
-        num_layers: int,
-        bias: bool,
-        batch_first: bool,
-        dropout: float,
-        bidirectional: bool,
-        proj_size: int,
-        checkpoint_every: int | str | None,  # in training save the states of every n-th step only; n, or "auto"
-        engine: Engine | None,  # the engine that the user forces
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        *,
+        checkpoint_every: int | str | None = None,
+        engine: Engine | None = None,
     ):
-        """Check the options, and draw random parameters. `LSTM` describes the arguments."""
         super().__init__()
         # Each check raises a ValueError, or returns the value as a Python int or float. NO_UNITS: why there must be at
         # least one unit, for the error text.
@@ -134,9 +125,8 @@ class Layers(Advised):
             check_flag(self.op, name, flag)
         self.dropout: float = check_probability(self.op, "dropout", dropout)
         if self.dropout and self.num_layers == 1:
-            warn_once(
-                f"[{self.op}] dropout={self.dropout:g} has no effect on one layer: it drops outputs between layers."
-            )
+            rule = "has no effect on one layer: it drops outputs between layers."
+            warn_once(f"[{self.op}] dropout={self.dropout:g} {rule}")
         self.proj_size: int = check_integer(self.op, "proj_size", proj_size, least=0)
         if self.proj_size >= self.hidden_size:
             fail(self.op, f"proj_size must be less than hidden_size = {self.hidden_size}", proj_size)
@@ -189,7 +179,6 @@ class Layers(Advised):
 
     def run_packed(
         self,
-        cell: cells.Cell,
         input: Input,
         states: dict[str, Any],
         lengths: Lengths,
@@ -197,12 +186,10 @@ class Layers(Advised):
         keep: mx.array | None,
         hold: Hold,
     ) -> tuple[Input, Arrays]:
-        """Run all layers on an array or on a packed sequence. Return (output, last states by name); the output is
-        packed like the input. cell: the formula of a step. states: the first states by name, "h" and "c". key: the
-        random key of dropout. With a packed sequence three options must be None: `lengths`, `keep` (factors on the
-        states before each step) and `hold` (steps that leave the states unchanged)."""
+        """Run all layers on an array or on a packed sequence, as `run` does for an array. The output is packed like the
+        input. With a packed sequence `lengths`, `keep` and `hold` must be None."""
         if not isinstance(input, PackedSequence):
-            return self.run(cell, input, states, lengths, key, keep, hold)
+            return self.run(input, states, lengths, key, keep, hold)
         for name, value in {"lengths": lengths, "keep": keep, "hold": hold}.items():
             if value is not None:
                 fail(self.op, f"{name} must be None for a PackedSequence: pad it by pad_packed_sequence,", "one")
@@ -211,7 +198,7 @@ class Layers(Advised):
         order, counts = check_packed(self.op, input)
         check_array(self.op, "the data of input", input.data, ["P", self.input_size])  # "P": any number of rows
         padded, _ = pad_packed_sequence(input, self.batch_first)
-        output, last = self.run(cell, padded, states, counts.tolist(), key, None, None)  # without keep and hold
+        output, last = self.run(padded, states, counts.tolist(), key, None, None)  # without keep and hold
         # The padded batch has the user's order of sequences, and so have the states. Only the packed output must have
         # the longest sequence first again.
         by_length = output[mx.array(order)] if self.batch_first else output[:, mx.array(order)]
@@ -220,7 +207,6 @@ class Layers(Advised):
 
     def run(
         self,
-        cell: cells.Cell,
         input: mx.array,
         states: dict[str, Any],
         lengths: Lengths,
@@ -231,10 +217,10 @@ class Layers(Advised):
         """Run all layers. Return h of the last layer at every step, and a dict of the last states of all layers: an
         array [layers x directions, batch, width] for h and, in an LSTM, for c. L, N: steps, sequences.
 
-        `cell` is the formula of a step. `states` has the states before the first step by name, "h" and "c"; `None`
-        stands for zeros. The other arguments are options, `None` if absent: `lengths` [N], the number of steps of each
-        sequence; `key`, the random key of dropout; `keep` [L, N], factors on the states before each step; `hold` [L,
-        N], true at steps that leave the states unchanged.
+        `states` has the states before the first step by name, "h" and "c"; `None` stands for zeros. The other arguments
+        are options, `None` if absent: `lengths` [N], the number of steps of each sequence; `key`, the random key of
+        dropout; `keep` [L, N], factors on the states before each step; `hold` [L, N], true at steps that leave the
+        states unchanged.
         """
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
@@ -271,7 +257,7 @@ class Layers(Advised):
         # checked the lengths, so that not every layer checks them again.
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "hold": steps.pop("hold", None)}
         options |= {"lengths": whole_lengths(self.op, lengths, N, L), "lengths_checked": True}
-        call = Call(cell, bidirectional=self.bidirectional, **options, op=self.op)
+        call = Call(self._cell(), bidirectional=self.bidirectional, **options, op=self.op)
         last = []
         for layer, arrays in enumerate(layers):
             if layer and kept < 1 and self.training:
@@ -327,7 +313,7 @@ class Layers(Advised):
         """Join the states of all layers. Return {"h" or "c": array of the shape `shapes[name]`}, which is [layers x
         directions, batch, width]. states: h of each layer, then c of each layer, each [batch, directions x width]."""
         D, K = len(self.endings), self.num_layers
-        # n: 0 for h, the first K of `states`, 1 for c, the next K.
+        # n = 0: h, the first K entries of `states`. n = 1: c, the next K entries.
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }
@@ -372,15 +358,6 @@ class Layers(Advised):
         # `derived` calls the lambda with `directions`. If `now`, it caches the result while the parameters are the same
         # arrays. `join` puts both directions into one array per name.
         return derived(now, self.op, directions, lambda both: join([self.with_one_bias(one, by_mlx) for one in both]))
-
-    def _parameter(self, name: str) -> Weight:
-        """Return the parameter of this name; raise ValueError if it is no MLX array. A quantized layer overrides this
-        method and returns a weight as `Quantized`."""
-        array: Any = self.get(name)
-        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
-            array = getattr(self, name, array)
-            check_array(self.op, name, array, shape=None)  # raises the error
-        return array
 
     def with_one_bias(self, arrays: dict[str, Any], run_small: Run) -> dict[str, Any]:
         """Convert the parameters of one direction from torch's names, such as weight_ih, to the argument names of
@@ -473,24 +450,6 @@ class LSTM(Layers):
     gates: int = 4
 
     @advised
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-        *,
-        checkpoint_every: int | str | None = None,
-        engine: Engine | None = None,
-    ):
-        options = (dropout, bidirectional, proj_size, checkpoint_every, engine)
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)  # `Layers.__init__`
-
-    @advised
     def __call__(
         self,
         input: Input,
@@ -529,11 +488,45 @@ class LSTM(Layers):
             which input, states and parameters promote.
         """
         h, c = pair(self.op, hx)
-        output, last = self.run_packed(cells.LSTMCell(), input, {"h": h, "c": c}, lengths, key, keep, hold)
+        output, last = self.run_packed(input, {"h": h, "c": c}, lengths, key, keep, hold)
         return output, (last["h"], last["c"])
 
 
-class GRU(Layers):
+class OneState(Layers):
+    """Base class of `GRU` and `RNN`, whose only state is h. It has their call."""
+
+    @advised
+    def __call__(
+        self,
+        input: Input,
+        hx: mx.array | None = None,
+        *,
+        lengths: Lengths = None,
+        key: mx.array | None = None,
+        keep: mx.array | None = None,
+        hold: Hold = None,
+    ) -> tuple[Input, mx.array]:
+        """Return the last layer's h at every step, and the last h of all layers. Sizes: L steps, N sequences, I
+        features, K layers, D directions, H units; P: the steps of all sequences of a packed input.
+
+        Args:
+            input (array or PackedSequence): [L, N, I]; [N, L, I] with `batch_first`; or [L, I]. A packed sequence has
+                the data [P, I]; the output is then packed like it, and `lengths`, `keep` and `hold` are not allowed.
+            hx (array, optional): h_0 [K D, N, H], or [K D, H] for an input [L, I], with K layers and D directions.
+                Default: zeros.
+            lengths (integer array or list, optional): [N], the number of steps of each sequence, as in `LSTM`.
+            key (array, optional): the random key of dropout, as in `LSTM`.
+            keep (array, optional): [L, N], factors on the states before each step, as in `LSTM`.
+            hold (array, optional): [L, N], true at steps that leave the states unchanged, as in `LSTM`.
+
+        Returns:
+            tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
+        """
+        output, last = self.run_packed(input, {"h": hx}, lengths, key, keep, hold)
+        return output, last["h"]
+
+
+class GRU(OneState):
     r"""A GRU as in PyTorch: `torch.nn.GRU` as an MLX layer.
 
     .. math::
@@ -577,41 +570,12 @@ class GRU(Layers):
         checkpoint_every: int | str | None = None,
         engine: Engine | None = None,
     ):
-        options = (dropout, bidirectional, 0, checkpoint_every, engine)  # 0: proj_size, no projection
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
-
-    @advised
-    def __call__(
-        self,
-        input: Input,
-        hx: mx.array | None = None,
-        *,
-        lengths: Lengths = None,
-        key: mx.array | None = None,
-        keep: mx.array | None = None,
-        hold: Hold = None,
-    ) -> tuple[Input, mx.array]:
-        """Return the last layer's h at every step, and the last h of all layers. Sizes: L steps, N sequences, I
-        features, K layers, D directions, H units; P: the steps of all sequences of a packed input.
-
-        Args:
-            input (array or PackedSequence): [L, N, I]; [N, L, I] with `batch_first`; or [L, I]. A packed sequence has
-                the data [P, I]; the output is then packed like it, and `lengths`, `keep` and `hold` are not allowed.
-            hx (array, optional): h_0 [K D, N, H], or [K D, H] for an input [L, I], with K layers and D directions.
-                Default: zeros.
-            lengths (integer array or list, optional): [N], the number of steps of each sequence, as in `LSTM`.
-            key (array, optional): the random key of dropout, as in `LSTM`.
-            keep (array, optional): [L, N], factors on the states before each step, as in `LSTM`.
-            hold (array, optional): [L, N], true at steps that leave the states unchanged, as in `LSTM`.
-
-        Returns:
-            tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
-        """
-        output, last = self.run_packed(cells.GRUCell(), input, {"h": hx}, lengths, key, keep, hold)
-        return output, last["h"]
+        options: Any = {"dropout": dropout, "bidirectional": bidirectional}
+        options |= {"checkpoint_every": checkpoint_every, "engine": engine}
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, **options)
 
 
-class RNN(Layers):
+class RNN(OneState):
     r"""A plain RNN as in PyTorch: `torch.nn.RNN` as an MLX layer.
 
     .. math:: h_t = s(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh})
@@ -655,31 +619,10 @@ class RNN(Layers):
         engine: Engine | None = None,
     ):
         check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
-        options = (dropout, bidirectional, 0, checkpoint_every, engine)  # 0: proj_size, no projection
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
+        options: Any = {"dropout": dropout, "bidirectional": bidirectional}
+        options |= {"checkpoint_every": checkpoint_every, "engine": engine}
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, **options)
         self.nonlinearity: str = nonlinearity
-
-    @advised
-    def __call__(
-        self,
-        input: Input,
-        hx: mx.array | None = None,
-        *,
-        lengths: Lengths = None,
-        key: mx.array | None = None,
-        keep: mx.array | None = None,
-        hold: Hold = None,
-    ) -> tuple[Input, mx.array]:
-        """Return (output, h_n): the last layer's h at every step [L, N, D H], and the last h of all layers [K D, N, H].
-        Sizes: L steps, N batch, I features, K layers, D directions, H units.
-
-        `input` is [L, N, I] or a `PackedSequence`; the output is then packed like it. The other arguments are optional.
-        `hx` [K D, N, H]: the first h. `lengths` [N]: the number of steps of each sequence. `key`: the random key of
-        dropout. `keep` [L, N]: factors on the states before each step. `hold` [L, N]: true at steps that leave the
-        states unchanged. `LSTM` explains these arguments further, and the shapes with `batch_first`.
-        """
-        output, last = self.run_packed(cells.RNNCell(self.nonlinearity), input, {"h": hx}, lengths, key, keep, hold)
-        return output, last["h"]
 
 
 class QuantizedLSTM(QuantizedLayer, LSTM):
@@ -744,21 +687,19 @@ class Cell(Layers):
     """Base class of `LSTMCell`, `GRUCell` and `RNNCell`: a layer that runs one step per call. Its parameter names do
     not end in `_l0`. Do not confuse it with `cells.Cell`, which is the formula of a step."""
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
-        """Make one layer in one direction, without dropout, projection and checkpointing."""
-        # The constants are, in this order: num_layers=1, batch_first=False, dropout=0.0, bidirectional=False,
-        # proj_size=0, checkpoint_every=None.
-        super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
+    @advised
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: Engine | None = None):
+        super().__init__(input_size, hidden_size, bias=bias, engine=engine)
 
     def key(self, name: str, layer: int, ending: str) -> str:
         """Return `name`, such as weight_ih, unchanged: a cell has one layer and one direction, so its parameter names
         have no ending for them."""
         return name
 
-    def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
-        """Run one step. Return {name: state} after it, each [N, H], or [H] for an input [I]. cell: the formula of the
-        step. input: [N, I] or [I]. states: the states before the step by name, "h" and "c"; `None` stands for zeros. N,
-        I, H: sequences, features, units."""
+    def one_step(self, input: mx.array, states: dict[str, Any]) -> Arrays:
+        """Run one step. Return {name: state} after it, each [N, H], or [H] for an input [I]. input: [N, I] or [I].
+        states: the states before the step by name, "h" and "c"; `None` stands for zeros. N, I, H: sequences, features,
+        units."""
         batched = not isinstance(input, mx.array) or input.ndim != 1  # a wrong type is refused by `check_array` below
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
         why = f", as input is {'[N, I]' if batched else '[I]'} = {list(input.shape)},"
@@ -779,7 +720,7 @@ class Cell(Layers):
             f"{name}0": state if batched else run_small(itemgetter(None), state) for name, state in first.items()
         }
         arrays["x"] = run_small(methodcaller("reshape", (1, -1, self.input_size)), input)  # [1, N, I]: one step
-        call = Call(cell, engine=self.engine, op=self.op)
+        call = Call(self._cell(), engine=self.engine, op=self.op)
         outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
         # choice: which engine ran, for the property `engine_used`. It is stored in `vars`, because MLX would count a
         # tuple attribute as parameters.
@@ -815,10 +756,6 @@ class LSTMCell(Cell):
     gates: int = 4
 
     @advised
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: Engine | None = None):
-        super().__init__(input_size, hidden_size, bias, engine)
-
-    @advised
     def __call__(self, input: mx.array, hx: tuple[mx.array, mx.array] | None = None) -> tuple[mx.array, mx.array]:
         """Return the states after a step. Sizes: N sequences, I features, H units.
 
@@ -829,11 +766,25 @@ class LSTMCell(Cell):
         Returns:
             tuple: (h, c), in these shapes.
         """
-        states = self.one_step(cells.LSTMCell(), input, dict(zip("hc", pair(self.op, hx), strict=True)))
+        states = self.one_step(input, dict(zip("hc", pair(self.op, hx), strict=True)))
         return states["h"], states["c"]
 
 
-class GRUCell(Cell):
+class OneStateCell(Cell):
+    """Base class of `GRUCell` and `RNNCell`, whose only state is h. It has their call."""
+
+    @advised
+    def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
+        """Return h after a step, [N, H] or [H]. Sizes: N sequences, I features, H units.
+
+        Args:
+            input (array): [N, I] or [I].
+            hx (array, optional): h before the step, [N, H] or [H]. Default: zeros.
+        """
+        return self.one_step(input, {"h": hx})["h"]
+
+
+class GRUCell(OneStateCell):
     """A GRU cell as in PyTorch: `torch.nn.GRUCell` as an MLX layer. Each call runs one step of a GRU with one layer and
     one direction.
 
@@ -850,22 +801,8 @@ class GRUCell(Cell):
     op: str = "torch.GRUCell"
     gates: int = 3
 
-    @advised
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: Engine | None = None):
-        super().__init__(input_size, hidden_size, bias, engine)
 
-    @advised
-    def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """Return h after a step. Sizes: N sequences, I features, H units.
-
-        Args:
-            input (array): [N, I] or [I].
-            hx (array, optional): h before the step, [N, H] or [H]. Default: zeros.
-        """
-        return self.one_step(cells.GRUCell(), input, {"h": hx})["h"]
-
-
-class RNNCell(Cell):
+class RNNCell(OneStateCell):
     """A plain RNN cell as in PyTorch: `torch.nn.RNNCell` as an MLX layer. Each call runs one step of an RNN with one
     layer and one direction.
 
@@ -893,21 +830,11 @@ class RNNCell(Cell):
         engine: Engine | None = None,
     ):
         check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
-        super().__init__(input_size, hidden_size, bias, engine)
+        super().__init__(input_size, hidden_size, bias, engine=engine)
         self.nonlinearity: str = nonlinearity
 
     def _extra_repr(self) -> str:
         return super()._extra_repr() + (f", nonlinearity={self.nonlinearity}" if self.nonlinearity != "tanh" else "")
-
-    @advised
-    def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """Return h after a step, [N, H] or [H]. Sizes: N sequences, I features, H units.
-
-        Args:
-            input (array): [N, I] or [I].
-            hx (array, optional): h before the step, [N, H] or [H]. Default: zeros.
-        """
-        return self.one_step(cells.RNNCell(self.nonlinearity), input, {"h": hx})["h"]
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:

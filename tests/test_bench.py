@@ -1,6 +1,7 @@
 """Tests of the benchmark command `python -m mlx_lstm.bench`: how it checks results, computes statistics, prints
 tables and writes CSV files."""
 
+import argparse
 import csv
 import importlib.util
 import io
@@ -333,7 +334,7 @@ def test_peak_memory_sees_what_is_freed_again():
 
 @pytest.mark.parametrize("text", ["1,2,3", "1,2,3,4,5", "1,2,3,x", "1,0,3,4", ""])
 def test_parse_size_refuses(text):
-    with pytest.raises(ValueError, match="size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="size"):
         parse_size(text)
 
 

@@ -105,7 +105,7 @@ ROWS = {
     "`jvp` of `vmap`": ("vmap", "jvp"),
     "a Jacobian: `vmap` over the cotangent of `vjp`": ("jacobian",),
     "the derivative of a Jacobian": ("jacobian", "grad"),
-    "the gradient after a `grad` or `jvp` of something else": ("after another", "grad"),
+    "the gradient of a call whose arrays another `grad` or `jvp` computed": ("after another", "grad"),
 }
 COLUMNS = {"`ops`": "ops", "`numpy`": "numpy", "the CPU's default": "the CPU's default"}
 

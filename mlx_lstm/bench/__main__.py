@@ -15,10 +15,10 @@ from ..lab.command import Parser, check_plot
 from ..lab.progress import Progress
 from ..lab.report import machine_card, one_line
 from ..lab.timing.cases import CASES, find_contender, is_installed
-from ..lab.timing.files import plot, write_csv, write_records
+from ..lab.timing.files import plot, records, write_csv
 from ..lab.timing.report import LEGEND, card_text, group_text, references
 from ..lab.timing.rounds import Measurement, label, measure
-from ..lab.timing.tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, size_option
+from ..lab.timing.tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
 from .tune import tune
@@ -142,7 +142,7 @@ def add_what(add: Callable[..., object]) -> None:
         "the sizes to measure: time steps, sequences in a batch, inputs, hidden units; default for lstm: "
         f"{' '.join(map(str, SIZES))}"
     )
-    add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=sizes)
+    add("--sizes", nargs="+", type=parse_size, metavar="T,B,I,H", help=sizes)
     add("--passes", nargs="+", choices=(*PASSES, "paced"), metavar="PASS", help=PASSES_HELP)
     names = "; ".join(f"{case}: {', '.join(CASES[case].contenders)}" for case in CASES)
     contenders = (
@@ -243,16 +243,16 @@ def complete(options: argparse.Namespace) -> None:
 
 def show_host(options: argparse.Namespace) -> int:
     """Print, for every size, the time that the host takes to build the graph of a call."""
-    records = []
+    lines = []
     with Progress() as progress:
         for size in options.sizes:
             progress.say(f"graphs at {size}")
             costs = measure_host(size, options.dtype)
             progress.print(f"{host_text(size, options.dtype, costs)}\n")
-            records += [size._asdict() | {"dtype": options.dtype} | cost._asdict() for cost in costs]
+            lines += [size._asdict() | {"dtype": options.dtype} | cost._asdict() for cost in costs]
     print(HOST_LEGEND)
     if options.csv:
-        write_records(options.csv, records)
+        write_csv(options.csv, lines)
     return 0
 
 
@@ -299,7 +299,7 @@ def run(options: argparse.Namespace, progress: Progress, card: dict[str, str], g
             groups.append(rows)
             progress.print(f"\n{group_text([shortened(row, printed) for row in rows])}")
             if options.csv:
-                write_csv(options.csv, groups, card)
+                write_csv(options.csv, [record | card for record in records(groups)])
             printed.update(row.status for row in rows if "\n" in row.status)
 
 

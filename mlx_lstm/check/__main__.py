@@ -14,7 +14,7 @@ from ..lab.engines.grid import GridCase, grid
 from ..lab.engines.report import CannotWriteError, Report, card_line, engine_lines
 from ..lab.progress import Progress
 from ..lab.timing import short
-from ..lab.timing.tasks import SIZES, size_option
+from ..lab.timing.tasks import SIZES, parse_size
 from . import further
 
 
@@ -173,7 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
         "measure the time at these sizes: time steps, sequences in a batch, inputs, hidden units; "
         "--sizes without a value measures no time"
     )
-    add("--sizes", nargs="*", type=size_option, metavar="T,B,I,H", help=sizes)
+    add("--sizes", nargs="*", type=parse_size, metavar="T,B,I,H", help=sizes)
     file = Path("mlx-lstm-check.json")
     add("--file", metavar="FILE", type=Path, default=file, help=f"write the report to FILE; default: {file}")
     parser.add_argument("--version", action="version", version=f"mlx-lstm {VERSION}")

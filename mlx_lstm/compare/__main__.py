@@ -3,7 +3,6 @@ torch and with the float64 oracle."""
 
 import argparse
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -149,7 +148,8 @@ def run_compare(contenders: dict[str, Contender], golden: Golden | None, options
     code. golden: the recorded cases and results of the option --golden, with which the contenders are compared, too; or
     None."""
     # New cases must keep away from kinks of activations, where rounding can make the gradient jump.
-    cases = selected(golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN), options)
+    cases = golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN)
+    cases = [case for case in cases if not options.cases or any(text in case.name for text in options.cases)]
     if not cases:
         print(f"no case has {' or '.join(options.cases)} in its name", file=sys.stderr)
         return 2
@@ -209,9 +209,8 @@ def reading_text(reading: Reading, tried_pairs: bool) -> str:
         number = f"all {len(reading.distances)} results agree" if len(reading.distances) > 1 else "the result agrees"
         return f"fits: {number} (error/bound {worst:.2g}) if {words}"
     if reading.fitting:
-        return (
-            f"nearest: {reading.fitting} of {len(reading.distances)} results agree if {words}; left: {', '.join(left)}"
-        )
+        agree = f"{reading.fitting} of {len(reading.distances)} results agree"
+        return f"nearest: {agree} if {words}; left: {', '.join(left)}"
     tried = "layouts, gate orders, properties and open readings, alone" + (" and in pairs" if tried_pairs else "")
     return f"nothing fits: {tried}, were tried; nearest: {words}"
 
@@ -247,11 +246,6 @@ def show(
     missing = absent()
     for why in dict.fromkeys(missing.values()):
         print(f"not here: {', '.join(name for name in missing if missing[name] == why)}: {why}", file=out)
-
-
-def selected(cases: Iterable[CompareCase], options: argparse.Namespace) -> list[CompareCase]:
-    """Return the cases whose names contain one of the texts of the option --cases."""
-    return [case for case in cases if not options.cases or any(text in case.name for text in options.cases)]
 
 
 def run_cases(

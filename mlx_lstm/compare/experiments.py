@@ -19,7 +19,7 @@ import numpy as np
 from ..lab.mpsgraph.cases import draw
 from ..lab.mpsgraph.judge import evaluated
 from .forms import moved, side_by_side
-from .settle import Experiment, count, result, shape, value
+from .settle import Distance, Experiment, count, result, shape, value
 
 SIZES = (3, 2, 3, 4)  # T, N, I, H
 
@@ -65,10 +65,7 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
         yield Experiment("grads", f"shape of {tensor} where the state is [1, N, H]", three_axes, "[N, H]", readings)
     absent = ("peephole", "mask", "cell_gradient")
     case = draw(rng, "lstm", SIZES, name="settle: gradients, reverse", reverse=True, absent=absent)
-    readings = {
-        "the last step processed, time 0": result(case, "dsource"),
-        "time T-1": result(moved(case), "dsource"),
-    }
+    readings = {"the last step processed, time 0": result(case, "dsource"), "time T-1": result(moved(case), "dsource")}
     default = "the last step processed, time 0"
     yield Experiment("grads", "with reverse, stateGradient enters at", case, default, readings)
 
@@ -105,35 +102,28 @@ def swapped_2_3(array: np.ndarray, axis: int) -> np.ndarray:
 
 
 def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:mask, one for each layout of a mask: does MPSGraph accept it? `mlx_lstm.mpsgraph` accepts
-    masks that broadcast to [N, H] or, with two directions, to [N, 2H]."""
-    # taken_by_shape: whether `mlx_lstm.mpsgraph` accepts masks of a shape. In a shape DH is H times the number of
-    # directions; `product` is the text for it.
-    taken_by_shape: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
-    taken_by_shape |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
-    for product, flags in {"H": {}, "2H": {"bidirectional": True}}.items():
-        for letters, taken in taken_by_shape.items():
-            layout = f"[{', '.join(str(axis) for axis in letters)}]".replace("DH", product)
-            yield mask_experiment(rng, layout, letters, taken, flags)
-    yield mask_experiment(rng, "[2, N, H] of both directions", (2, "N", "H"), False, {"bidirectional": True})
-
-
-def mask_experiment(
-    rng: np.random.Generator, layout: str, letters: tuple[int | str, ...], taken: bool, flags: dict[str, Any]
-) -> Experiment:
-    """Return an experiment: does MPSGraph accept a mask of this layout, and multiply h[t-1] by it? layout: the layout
-    as text. letters: the shape of the mask, where letters stand for sizes (DH is H times the number of directions).
-    taken: whether `mlx_lstm.mpsgraph` accepts it. flags: properties of the descriptor. A reading's function returns 0
-    if the reading fits, and infinity if it does not."""
-    case = draw(rng, "lstm", SIZES, name=f"settle: mask {layout}", absent=("peephole",), mask_shape=letters, **flags)
-    as_factor = result(side_by_side(case) if letters == (2, "N", "H") else case, "h")
-    readings = {
-        "a factor on h[t-1]": as_factor,
-        "something else": lambda outcome: 0.0 if outcome.results and as_factor(outcome) > 1 else np.inf,
-        "rejected": lambda outcome: 0.0 if outcome.problem else np.inf,
-    }
-    default = "a factor on h[t-1]" if taken else "rejected"
-    return Experiment("mask", f"a mask {layout} is", case, default, readings)
+    """Yield the experiments E:mask, one for each layout of a mask: does MPSGraph accept it, and multiply h[t-1] by it?
+    A reading's function returns 0 if the reading fits, and infinity if it does not."""
+    # taken: whether `mlx_lstm.mpsgraph` accepts masks of a shape: those that broadcast to [N, DH]. In a shape DH is H
+    # times the number of directions.
+    taken: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
+    taken |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
+    each_direction = (2, "N", "H")  # a mask per direction, in an axis of its own
+    masks = [(letters, both) for both in (False, True) for letters in taken] + [(each_direction, True)]
+    for letters, both in masks:
+        layout = f"[{', '.join(map(str, letters))}]".replace("DH", "2H" if both else "H")
+        layout += " of both directions" if letters == each_direction else ""
+        flags: dict[str, Any] = {"bidirectional": True} if both else {}
+        name = f"settle: mask {layout}"
+        case = draw(rng, "lstm", SIZES, name=name, absent=("peephole",), mask_shape=letters, **flags)
+        as_factor = result(side_by_side(case) if letters == each_direction else case, "h")
+        readings: dict[str, Distance] = {
+            "a factor on h[t-1]": as_factor,
+            "something else": lambda outcome, of=as_factor: 0.0 if outcome.results and of(outcome) > 1 else np.inf,
+            "rejected": lambda outcome: 0.0 if outcome.problem else np.inf,
+        }
+        default = "a factor on h[t-1]" if taken.get(letters) else "rejected"
+        yield Experiment("mask", f"a mask {layout} is", case, default, readings)
 
 
 def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
@@ -141,10 +131,7 @@ def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
     the order in which the steps are computed?"""
     case = draw(rng, "lstm", SIZES, name="settle: reverse", reverse=True)
     for tensor in ("h", "c", "z_state"):
-        readings = {
-            "the source": result(case, tensor),
-            "the steps": result(case, tensor, f"{tensor} by step"),
-        }
+        readings = {"the source": result(case, tensor), "the steps": result(case, tensor, f"{tensor} by step")}
         yield Experiment("reverse", f"with reverse, {tensor} is aligned with", case, "the source", readings)
 
 

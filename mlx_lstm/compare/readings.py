@@ -11,6 +11,7 @@ axis: G gates, D directions, T steps, N batch items, I inputs, H units. `dump.si
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import combinations, permutations
 from typing import Any, NamedTuple
 
@@ -202,31 +203,23 @@ def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Ite
     last step alone."""
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Form("the last step alone", lambda v: v, f"last {name}")
-    layouts = possible_layouts(dump, name, value)
-    for layout, to_documented in layouts:
-        yield Form(layout, to_documented, name)
-    # others: values that may have been saved instead of the result, {name in `predicted`: description}.
-    others = {f"{name} {suffix}": words for suffix, words in OTHERWISE.items()}
+    # variants: (a meaning in words, the function that converts it to the documented one, the name in `predicted`).
+    variants: list[tuple[str, Callable[[np.ndarray], np.ndarray], str]] = [("", lambda v: v, name)]
+    variants += [(words, lambda v: v, f"{name} {suffix}") for suffix, words in OTHERWISE.items()]
     if case.op == "lstm" and name in ("h", "c"):
         other = "c" if name == "h" else "h"
-        others[other] = f"{other}, so h and c are exchanged"
-    for key, words in others.items():
-        for layout, to_documented in layouts:
-            yield Form(", ".join(part for part in (words, layout) if part), to_documented, key)
+        variants.append((f"{other}, so h and c are exchanged", lambda v: v, other))
     gates = next((n for n, parts in enumerate(dump.groups(name)) if "G" in parts), None)
     if gates is not None:
         for order in orders(case):
-            for layout, to_documented in layouts:
-                words = ", ".join(part for part in (f"in the order {order_text(order)}", layout) if part)
-                yield Form(
-                    words,
-                    lambda v, to=to_documented, o=order: reordered(to(v), gates, dump.sizes, gate_positions(case, o)),
-                    name,
-                )
+            turned = partial(reordered, axis=gates, sizes=dump.sizes, index=gate_positions(case, order))
+            variants.append((f"in the order {order_text(order)}", turned, name))
     if any("D" in letters for letters in dump.groups(name)):
-        for layout, to_documented in layouts:
-            words = ", ".join(part for part in ("in the order reverse, forward", layout) if part)
-            yield Form(words, lambda v, to=to_documented: directions_exchanged(dump, name, to(v)), name)
+        variants.append(("in the order reverse, forward", partial(directions_exchanged, dump, name), name))
+    for words, convert, key in variants:
+        for layout, to_documented in possible_layouts(dump, name, value):
+            described = ", ".join(part for part in (words, layout) if part)
+            yield Form(described, lambda v, convert=convert, to=to_documented: convert(to(v)), key)
 
 
 OTHERWISE = {

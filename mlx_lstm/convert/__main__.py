@@ -1,11 +1,8 @@
 """`python -m mlx_lstm.convert SRC DST`: convert the recurrent layers of a file into a file of any other kind. SRC is
 the file to read, DST the file to write.
 
-In this module `Model` is the contents of a file: layers (`Weights` by name), keys (for each layer the keys of its
-arrays), rest (all other arrays by key) and notes. `options` has the options of the command line as attributes.
+In this module `Model` is the contents of a file, and `options` has the options of the command line as attributes.
 `title(name)`, `some(names)` and `shown(text, LINE)` make texts from a foreign file safe and short enough to print.
-`fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...". `STYLES` has the values of --to, `WAYS`
-the default words for the two directions in keys.
 """
 
 import argparse
@@ -79,14 +76,12 @@ def convert(options: argparse.Namespace) -> list[str]:
         write(target, model, force=options.force)
         return [f"{source} -> {target}", *source_lines(model), "  not read again: Core ML packages are only written"]
 
-    # Write the new file to the temporary path `partial` and read it again. Return what was read, and the lines about #
-    # differences. Without --keys the new keys contain the words for directions that the style prescribes, so the words
-    # # in `ways` are passed to `write_to` only with --keys.
+    # Write the new file to the temporary path `partial` and read it again. Return what was read, and the lines about
+    # differences. Without --keys the style prescribes the words for directions, so `ways` is passed only with --keys.
     def write_and_read(partial: Path) -> tuple[Model, list[str]]:
         write_to(partial, model, style, options.keys, options.ways if options.keys else None)
         again = read(partial, keys=options.keys if has_keys else None, ways=ways)
-        # Compare the numbers of layers before and after. A layer's name may look like a number or a direction in a key,
-        # so that `read` would divide the arrays into other layers.
+        # A layer's name may look like a number or a direction in a key, so that `read` would find other layers.
         numbers = [sum(len(weights.layers) for weights in each.layers.values()) for each in (model, again)]
         if numbers[0] != numbers[1]:
             raise ValueError(f"{target} would be read as {numbers[1]} layers, not {numbers[0]}: give other --keys")

@@ -2,8 +2,7 @@
 
 MIL is the language of Core ML models. Its operation lstm runs one layer, in one direction or both, so a stack of layers
 becomes several such operations. Sizes: K layers of a stack, D directions, T steps, I input features, H units. h_0 and
-c_0 are the first states, h_n and c_n the last states. weights.layers[layer][direction] is a dict of arrays in the gate
-order `OURS`. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...".
+c_0 are the first states, h_n and c_n the last states.
 """
 
 import os
@@ -67,22 +66,22 @@ def write(path: Path, layers: Mapping[str, Weights], force: bool) -> None:
             model_of(tools, layers, arrays).save(str(new))
         except RuntimeError as error:  # of coremltools' own writer, for example if the disk is full
             raise OSError(f"coremltools could not write {path}: {shown(error)}") from error
-        if path.exists():
-            if not force:
-                raise FileExistsError(f"{path} exists")
-            # The old package is moved into a separate folder, not into the temporary one, so that it is not deleted if
-            # it cannot be renamed back.
-            aside = Path(tempfile.mkdtemp(dir=path.parent, prefix="."))
-            os.replace(path, old := aside / f"old{ENDING}")
-            try:
-                os.replace(new, path)
-            except BaseException:
-                os.replace(old, path)
-                aside.rmdir()
-                raise
-            shutil.rmtree(aside)
-        else:
+        if not path.exists():
             os.replace(new, path)
+            return
+        if not force:
+            raise FileExistsError(f"{path} exists")
+        # The old package is moved into a separate folder, not into the temporary one, so that it is not deleted if it
+        # cannot be renamed back.
+        aside = Path(tempfile.mkdtemp(dir=path.parent, prefix="."))
+        os.replace(path, old := aside / f"old{ENDING}")
+        try:
+            os.replace(new, path)
+        except BaseException:
+            os.replace(old, path)
+            aside.rmdir()
+            raise
+        shutil.rmtree(aside)
 
 
 def model_of(tools: Any, layers: Mapping[str, Weights], arrays: dict[str, list[Arrays]]) -> Any:

@@ -4,11 +4,6 @@ The ending of a file's name selects its format. Files of arrays (.safetensors, .
 lstm.weight_ih_l0; the module `_keys` finds out to which layer each key belongs. Arrays do not show the options of a
 cell, so this package stores the options in the file's metadata, under the key `METADATA`. Files of Keras and ONNX
 describe their layers: the modules `_keras_file` and `_onnx_file` read and write them.
-
-An object `Weights` is one layer or a stack of layers. The argument style says which names the arrays have, such as
-"torch". keys is a template of keys, such as "{name}.{array}", or None for the usual keys. ways are the words for both
-directions in keys. `fail("convert", rule, got)` raises the ValueError "[convert] rule but got ...". file.budget limits
-the memory and time that a foreign file may take; `shown` makes a name from such a file safe to print.
 """
 
 import json
@@ -24,16 +19,7 @@ import numpy as np
 from ..engines.cells import ACTIVATIONS
 from ..ground.budget import Budget, shown
 from ..ground.checks import check_flag, check_option, fail
-from ..ground.files import (
-    DTYPES,
-    Foreign,
-    broken,
-    foreign,
-    read_npz,
-    read_safetensors,
-    size_of,
-    write_whole,
-)
+from ..ground.files import DTYPES, Foreign, broken, foreign, read_npz, read_safetensors, size_of, write_whole
 from . import _coreml_file, _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights, in_bias
 
@@ -314,15 +300,14 @@ def is_read_as(
     keys, ways = names
     found, used = _keys.layers_of(arrays, told, keys=keys, ways=ways or _keys.WAYS, only=list(layers))
     has_names = keys is None or "{name}" in keys
-    # before: the layers to write; after: the layers that would be read. A value has the number of layers, the number of
-    # directions, and the keys of the arrays. Its dict key is the stack's name, or "" if keys do not contain names.
-    before, after = {}, {}
-    for name, weights in layers.items():
-        theirs = frozenset(key for key, place in places.items() if place.name == name)
-        before[name if has_names else ""] = len(weights.layers), weights.directions, theirs
-    for name, weights in found.items():
-        after[name if has_names else ""] = len(weights.layers), weights.directions, frozenset(used[name])
-    return all(after.get(name) == shape for name, shape in before.items())
+    to_write = {name: [key for key, place in places.items() if place.name == name] for name in layers}
+
+    # Return for each stack its name, its numbers of layers and directions, and the keys of its arrays.
+    def facts(stacks: Mapping[str, Weights], keys_by_stack: dict[str, list[str]]) -> set[tuple[Any, ...]]:
+        named = ((name if has_names else "", stack, frozenset(keys_by_stack[name])) for name, stack in stacks.items())
+        return {(name, len(stack.layers), stack.directions, its_keys) for name, stack, its_keys in named}
+
+    return facts(layers, to_write) <= facts(found, used)
 
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
@@ -381,12 +366,10 @@ def told_places(budget: Budget, metadata: Mapping[str, str]) -> dict[str, _keys.
     places = {}
     try:
         for key, value in budget.json(metadata.get(PLACES, "{}")).items():
-            place = _keys.Place(*value)
-            if not isinstance(place.name, str) or not isinstance(place.layer, int) or place.layer < 0:
+            name, layer, way = value
+            if not (isinstance(name, str) and isinstance(layer, int) and layer >= 0 and way in (0, 1)):
                 raise ValueError
-            if place.way not in (0, 1):
-                raise ValueError
-            places[str(key)] = place
+            places[str(key)] = _keys.Place(name, layer, way)
     except (ValueError, TypeError, AttributeError):
         broken(f"its metadata {PLACES!r} is not what this package writes")
     return places
@@ -431,9 +414,8 @@ def write_npz(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]
         file.comment = comment
         for key, array in arrays.items():
             if isinstance(array, mx.array) and array.dtype == mx.bfloat16:
-                fail(
-                    "convert", f"{shown(key)} must not be bfloat16, which .npz does not have: take .safetensors,", "it"
-                )
+                rule = f"{shown(key)} must not be bfloat16, which .npz does not have: take .safetensors,"
+                fail("convert", rule, "it")
             # force_zip64: an array may have more than 4 GiB.
             with file.open(f"{key}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)

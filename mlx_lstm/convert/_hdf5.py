@@ -2,8 +2,7 @@
 
 An HDF5 file is a tree of groups (folders) and datasets (arrays). A path such as model_weights/lstm/kernel names a group
 or a dataset. Both may have attributes, which are lists of texts in Keras files. The child process runs the script
-`_hdf5_child.py`, which reads the file and prints its contents. A `Budget` limits the memory and time that a foreign
-file may take. `broken(text)` raises a ValueError that says that the file is damaged.
+`_hdf5_child.py`, which reads the file and prints its contents.
 """
 
 import importlib.util
@@ -46,7 +45,7 @@ class Contents(NamedTuple):
         return joined
 
 
-def load() -> None:
+def check_h5py() -> None:
     """Raise ImportError if the package h5py is missing."""
     if importlib.util.find_spec("h5py") is None:
         raise ImportError(".keras and .h5 files need the package h5py: pip install '.[convert]'")
@@ -55,7 +54,6 @@ def load() -> None:
 def read(source: BinaryIO | bytearray, budget: Budget) -> Contents:
     """Return the contents of an HDF5 file. `source` is the open file or, from inside a .keras zip, its bytes. Raise
     ValueError if the file is damaged, or takes more memory or time than `budget` has."""
-    load()  # raises an error if h5py is missing
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
     script = str(Path(__file__).with_name("_hdf5_child.py"))

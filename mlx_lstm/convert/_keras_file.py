@@ -9,10 +9,7 @@ layers. A `.weights.h5` file of Keras has no configuration: there the shapes of 
 and Keras' default options are assumed.
 
 A place is the path of a layer's arrays in a Keras 3 file. A way is a direction: "", "forward" or "backward". A spec is
-a layer or model as Keras serializes it: a dict with class_name, config and other entries. An object `Weights` is one
-layer or a stack of layers. `Budget` limits the memory that a foreign file may take; `shown` makes a name from such a
-file safe to print. The tables: `KINDS` has our name of the cell by Keras' class, `CLASSES` the reverse, `NAMES` the
-names of a direction's arrays (kernel, recurrent_kernel, bias), `ACTIVATIONS` Keras' names of activations and ours.
+a layer or model as Keras serializes it: a dict with class_name, config and other entries.
 """
 
 import io
@@ -32,17 +29,13 @@ from ..ground.checks import fail
 from ..ground.files import Foreign, members_of
 from . import _hdf5
 from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, is_of_keras, to_keras
-from .weights import Weights, of_layer
+from .weights import OF_GATES, Found, Weights, of_layer
 
 CLASSES = {"lstm": "LSTM", "gru": "GRU", "rnn": "SimpleRNN"}
 """Keras' classes of layers, by this package's names of the cells."""
 
 VERSION = "3.0.0"
 """The Keras version that written files name: the first version with this format."""
-
-Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]
-"""What a reader returns: the layers by name, the other arrays by key, the keys of each layer, and notes for the
-user."""
 
 
 class Known(NamedTuple):
@@ -55,8 +48,7 @@ class Known(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the full name of the layer: the names of the models and wrappers that contain it and its own name,
-        joined by dots."""
+        """Return the full name of the layer: the names in its path, joined by dots."""
         return ".".join(self.path)
 
     @property
@@ -65,19 +57,11 @@ class Known(NamedTuple):
         return self.path[-1]
 
 
-def load() -> Any:
-    """Import and return the package h5py, which writes Keras files. (Only a child process reads files with it.)"""
-    _hdf5.load()  # raises ImportError with advice if h5py is missing
-    import h5py
-
-    return h5py
-
-
 def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
     """Read a Keras file. Return its layers by name, all other arrays by key, the keys of each layer, and notes on what
     was not read. only: the names of the layers that must be readable, or None for all. Of an unreadable layer that is
     not in `only`, only the keys are returned."""
-    _hdf5.load()  # raises ImportError if h5py is missing
+    _hdf5.check_h5py()
     # config: the model's configuration, if the file has one. contents: the arrays and texts of the HDF5 file.
     config, budget = None, file.budget
     if file.path.suffix == ".keras":
@@ -167,7 +151,7 @@ def walk(config: Mapping[str, Any], place: str, path: tuple[str, ...], budget: B
     """Yield all layers in a model's configuration, also the layers of nested models. place: the path of the model's
     weights in a Keras 3 file, such as "layers/sequential/". path: the names of the nested models and wrappers that lead
     to this model, its own name last. `place` and `path` are empty for the outermost model, whose name is not used.
-    budget: limits what reading an untrusted file may cost."""
+    """
     # In old versions of Keras the configuration of a Sequential is the list of layers itself.
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
@@ -181,8 +165,7 @@ def walk(config: Mapping[str, Any], place: str, path: tuple[str, ...], budget: B
 def walk_layer(spec: Mapping[str, Any], place: str, path: tuple[str, ...], budget: Budget) -> Iterator[Known]:
     """Yield a layer and all layers inside of it: the layers of a model, the layer of a wrapper such as TimeDistributed,
     the cells of an RNN of several cells. spec: the layer as Keras serialized it; place: the path of its arrays in a
-    Keras 3 file; path: the names of the models and wrappers around it. budget: limits what reading an untrusted file
-    may cost."""
+    Keras 3 file; path: the names of the models and wrappers around it."""
     path = (*path, budget.name(str(spec["config"].get("name", snake(budget.name(spec["class_name"]))))))
     # `place` and `path` get longer with each level of nesting, so their memory is limited, too.
     budget.take(len(place) + sum(map(len, path)), ".".join(path))
@@ -412,7 +395,7 @@ def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], l
     # both names, take the layer whose other names are in the path, too.
     ends: dict[tuple[str, str], list[Known]] = {}
     for each in known:
-        if can_tell(each.config):
+        if of_keras(each.config, "LSTM") is not None:  # it describes a single recurrent cell, maybe in a Bidirectional
             ends.setdefault((each.path[0], each.path[-1]), []).append(each)
     for key in layers.keys() - told.keys():
         outermost, _, inner = layers[key][0].keys[0].partition("//")
@@ -430,11 +413,6 @@ def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], l
 MOST_ALIKE = 8
 """The largest number of layers with the same outermost and innermost name that are compared. A foreign file may have
 any number of them."""
-
-
-def can_tell(config: Mapping[str, Any]) -> bool:
-    """Return whether a layer's configuration describes a single recurrent cell, maybe inside a Bidirectional."""
-    return of_keras(config, "LSTM") is not None
 
 
 def of_keras(spec: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
@@ -455,7 +433,7 @@ def kind_of(kernel: Any, recurrent_kernel: Any, *_: Any) -> str:
     """Return Keras' class of the layer with these arrays, by the shape [H, GH] of its recurrent kernel. This function
     does not check the shapes; the caller does so later."""
     H, columns = [*np.shape(recurrent_kernel), 1, 1][:2]
-    return {1: "SimpleRNN", 3: "GRU"}.get(columns // max(H, 1), "LSTM")
+    return CLASSES[OF_GATES.get(columns // max(H, 1), "lstm")]
 
 
 def more_arrays(arrays: Mapping[str, Any], directions: list[Direction]) -> dict[str, list[str]]:
@@ -509,7 +487,9 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
     HDF5 writes into memory first, because on a full disk HDF5 fails in a way from which no code can recover.
     """
-    h5py = load()
+    _hdf5.check_h5py()
+    import h5py  # only to write files: a child process reads them
+
     # HDF5 would read a slash in a name as a group; a stack without a name is called "recurrent".
     given, layers = layers, {name.replace("/", ".") or "recurrent": weights for name, weights in layers.items()}
     if len(layers) < len(given):
@@ -567,7 +547,7 @@ def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}  # Keras' name by our name of an activation
     cell = weights.cell
     # names: Keras has one activation for the candidate and one for all other gates. `to_keras` refuses other cells.
-    names = [*cell.activations] if cell.op == "rnn" else [cell.activations[2], cell.activations[0]]
+    names = cell.activations if cell.op == "rnn" else (cell.activations[2], cell.activations[0])
     for name in names:
         if name not in words:
             raise ValueError(f"[convert] activations must be those of Keras 3, {', '.join(words)}, but got {name!r}.")
@@ -610,10 +590,8 @@ def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         input_layer = spec_of("InputLayer", {"batch_shape": shape, "dtype": dtype, "name": f"{name}_x"}, shape)
         tensor = {"shape": shape, "dtype": dtype, "keras_history": [f"{name}_x", 0, 0]}
         node = {"args": [{"class_name": "__keras_tensor__", "config": tensor}], "kwargs": {}}  # a call with this tensor
-        layers += [
-            input_layer | {"name": f"{name}_x", "inbound_nodes": []},
-            spec | {"name": own, "inbound_nodes": [node]},
-        ]
+        layers.append(input_layer | {"name": f"{name}_x", "inbound_nodes": []})
+        layers.append(spec | {"name": own, "inbound_nodes": [node]})
         inputs.append([f"{name}_x", 0, 0])
         outputs.append([own, 0, 0])
     config = {"name": "recurrent_layers", "layers": layers, "input_layers": inputs, "output_layers": outputs}
@@ -646,10 +624,10 @@ def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[s
     root = file.create_group("model_weights")
     # groups: the layers in each group of the file. Several stacks are models, with one group for each model; a single
     # stack has one group for each layer.
-    groups = {name: each for name, each in made.items()} if len(made) > 1 else {}
-    groups = {f"{name}_model": each for name, each in groups.items()} or {
-        layer.spec["config"]["name"]: [layer] for layer in next(iter(made.values()))
-    }
+    if len(made) > 1:
+        groups = {f"{name}_model": layers for name, layers in made.items()}
+    else:
+        groups = {layer.spec["config"]["name"]: [layer] for layers in made.values() for layer in layers}
     root.attrs["layer_names"] = [name.encode() for name in groups]
     root.attrs["keras_version"] = VERSION
     for name, each in groups.items():

@@ -8,9 +8,7 @@ one layer and direction, or of both directions if they share arrays. A template 
 In `Weights` one direction's arrays are Wx [GH, I], Wh [GH, P], the biases bx and bh [GH], Wp [P, H] (a projection) and
 peephole. These names are called words; `ENTRIES` has the word for each leaf. A file may have other biases: b, the only
 bias, and bhn [H], the recurrent bias of a GRU's candidate. Sizes: G gates, H units, I input features, P numbers in h, D
-directions, K layers. `OF_GATES` has the kind of cell ("lstm", "gru", "rnn") by G, `OURS` our gate order by kind, and
-`KERAS_NAMES` Keras' leaves (kernel, recurrent_kernel, bias). `fail("convert", rule, got)` raises the ValueError
-"[convert] rule but got ...".
+directions, K layers.
 """
 
 import re
@@ -31,7 +29,7 @@ from .keras import NAMES as KERAS_NAMES
 from .layers import check_keys
 from .mlx import to_ops
 from .torch import assembled, gates_of
-from .weights import OF_GATES, OURS, Weights, as_stored, from_one_bias, gate_order, of_layer, reorder, two_biases
+from .weights import OF_GATES, OURS, Weights, as_stored, from_one_bias, gate_order, of_layer, rows_reordered
 from .weights import to_mlx as as_mlx
 
 STYLES = ("torch", "mlx", "two-biases", "keras", "ops")
@@ -435,12 +433,10 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
     if order is not None:
         usual = OURS[kind]  # the order in `Weights`
         before = order_of(group, order, usual)
-        # by_gate: the arrays that have a block of rows for each gate. bhn has rows for one gate only, Wp for none.
-        by_gate = {name: array for name, array in words.items() if name not in ("bhn", "Wp")}
-        for name, array in by_gate.items():
-            if array.shape[0] % len(usual):
+        for name, array in words.items():
+            if name not in ("bhn", "Wp") and array.shape[0] % len(usual):
                 fail("convert", f"{name} of {group.own} must have {len(usual)}H rows", f"shape {list(array.shape)}")
-        words = words | {name: reorder(array, before, usual) for name, array in by_gate.items()}
+        words = rows_reordered(words, before, usual)
     # A layer has both biases bx and bh or none of them. A GRU has bhn only together with b.
     for one, other in (("bx", "bh"), ("bh", "bx"), ("bhn", "b")):
         if one in words and other not in words:
@@ -552,9 +548,8 @@ def keys_of(
             for leaf, array in arrays.items():
                 key = template.format(name=name, layer=layer, way=words[way], array=leaf).lstrip(".")
                 if key in by_key:  # a template without {layer} or {way}
-                    fail(
-                        "convert", f"keys must have {{layer}} and {{way}} for {K} layers and {D} directions", repr(keys)
-                    )
+                    rule = f"keys must have {{layer}} and {{way}} for {K} layers and {D} directions"
+                    fail("convert", rule, repr(keys))
                 by_key[key] = array, Place(name, layer, way)
     return by_key
 
@@ -575,9 +570,7 @@ def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
             for layer in weights.layers
         ]  # way: the arrays of one direction
     names = torch.NAMES if style == "torch" else TWO_BIASES  # leaf: name in `Weights`
-    weights = as_stored("to_torch" if style == "torch" else "convert", weights, torch.FORMAT)
-    if weights.has_bias:  # add zeros for a missing bias
-        weights = weights.map(lambda arrays: arrays | dict(zip(("bx", "bh"), two_biases(arrays), strict=True)))
+    weights = torch.with_both_biases("to_torch" if style == "torch" else "convert", weights)
     return [
         [{leaf: arrays[word] for leaf, word in names.items() if word in arrays} for arrays in layer]
         for layer in weights.layers

@@ -3,11 +3,8 @@
 A model is a graph of nodes. A node has a type, inputs and outputs, which are names of arrays; an empty name stands for
 an input that is not passed. The inputs of a recurrent node are W (input weights), R (recurrent weights), B (both
 biases), P (peephole weights) and others (`INPUTS`). An array in the file is a tensor: an initializer, or the value of a
-Constant node. Its bytes may lie in another file (external data). The file itself is a message of protobuf.
-
-Sizes: T steps, N batch items, I input features, H units, L layers of a stack, D directions. A `Budget` limits the
-memory that a foreign file may take; `shown` makes a name from such a file safe to print. `fail("convert", rule, got)`
-and `broken(text)` raise a ValueError.
+Constant node. Its bytes may lie in another file (external data). The file itself is a message of protobuf. Sizes: T
+steps, N batch items, I input features, H units, L layers of a stack, D directions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +19,7 @@ from ..ground.checks import fail
 from ..ground.files import NUMBERS, Foreign, broken, check_shape, foreign
 from ..recurrence import common_dtype
 from .onnx import OPS, from_node, to_onnx
-from .weights import Weights, of_layer, to_mlx
+from .weights import Found, Weights, of_layer, to_mlx
 
 INPUTS = {"X": 0, "W": 1, "R": 2, "B": 3, "sequence_lens": 4, "initial_h": 5, "initial_c": 6, "P": 7}
 """The positions of the inputs of an LSTM node. GRU and RNN nodes have some of these inputs, at the same positions."""
@@ -33,10 +30,6 @@ names."""
 
 INTEGERS = ("int32", "int64", "uint64")
 """The integer types for which a tensor has a field of single numbers, such as int32_data."""
-
-Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]
-"""What a reader returns: the layers by name, the other arrays by key, the keys of each layer, and notes for the
-user."""
 
 OPSET, IR_VERSION = 14, 8
 """The ONNX versions that written files name: old enough for every runtime, new enough for all written attributes."""
@@ -81,26 +74,24 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
     # keys: the names of each layer's tensors. used: the tensors that belong to a layer. taken: the names of layers.
     layers, keys, notes, used, taken = {}, {}, [], set(), set()
     for n, node in enumerate(model.graph.node):
-        # `OPS` has the types LSTM, GRU and RNN; "" and "ai.onnx" are the names of ONNX' own set of types.
-        if node.op_type not in OPS or node.domain not in ("", "ai.onnx"):
+        if not is_recurrent(node):
             continue
         name = file.budget.name(node.name or f"{node.op_type}_{n}").strip("/").replace("/", ".")
         # ONNX allows several nodes of one name: the later ones get the node's number, too.
         while name in taken:
             name += f"_{n}"
         taken.add(name)
-        # names: for each input that is passed, the name of its tensor.
-        names = {
-            word: node.input[place] for word, place in INPUTS.items() if place < len(node.input) and node.input[place]
-        }
-        used |= {names[word] for word in ("W", "R", "B", "P") if word in names}
+        # names: for each input that is passed, the name of its tensor. weights: those of the layer's arrays.
+        names = {word: tensor for word, tensor in zip(INPUTS, node.input, strict=False) if tensor}
+        weights = [names[word] for word in ("W", "R", "B", "P") if word in names]
+        used |= {*weights}
         try:
             layers[name] = layer_of(onnx, node, name, names, constants, file.budget)
         except ValueError:
             if only is None or name in only:
                 raise
             continue
-        keys[name] = [names[word] for word in ("W", "R", "B", "P") if word in names]
+        keys[name] = weights
         if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:
             notes.append(f"{name}: {', '.join(runtime)} are no weights: pass lengths and states to the call")
     if inner := layers_inside(model):
@@ -119,18 +110,18 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
 def layers_inside(model: Any) -> int:
     """Return the number of nodes LSTM, GRU and RNN in the model's functions and in graphs inside of nodes such as If.
     The loop ends soon in any file: `check_count` has limited the model's size, and protobuf its depth."""
-    found, inside = 0, [*model.functions]
-    inside += [graph for node in model.graph.node for graph in graphs_of(node)]
-    while inside:
-        for node in inside.pop().node:
-            found += node.op_type in OPS and node.domain in ("", "ai.onnx")
-            inside += graphs_of(node)
-    return found
+    found, graphs = 0, [*model.functions, model.graph]
+    while graphs:
+        for node in graphs.pop().node:
+            found += is_recurrent(node)
+            graphs += [inner for each in node.attribute for inner in (each.g, *each.graphs) if inner.node]
+    return found - sum(map(is_recurrent, model.graph.node))
 
 
-def graphs_of(node: Any) -> list[Any]:
-    """Return the graphs inside of a node, which are attributes of it."""
-    return [graph for each in node.attribute for graph in (each.g, *each.graphs) if graph.node]
+def is_recurrent(node: Any) -> bool:
+    """Return whether a node has one of the types LSTM, GRU and RNN. "" and "ai.onnx" are the names of ONNX' own set of
+    types."""
+    return node.op_type in OPS and node.domain in ("", "ai.onnx")
 
 
 def layer_of(
@@ -138,7 +129,16 @@ def layer_of(
 ) -> Weights:
     """Return the weights of an LSTM, GRU or RNN node. Raise ValueError if the arrays do not fit. name: the layer's
     name, for error texts. names: for each input the name of its tensor. constants: the tensors of the file, by name."""
-    arrays = weights_of(onnx, name, names, constants, budget)
+    arrays = {}
+    for word in ("W", "R", *(word for word in ("B", "P") if word in names)):
+        if word not in names:
+            fail("convert", f"{word} of {name} must be there", "no such input")
+        if names[word] not in constants:
+            rule = f"{word} of {name} must be an initializer or a constant: fold constants first,"
+            fail("convert", rule, repr(names[word]))
+        arrays[word] = array_of(onnx, constants[names[word]], names[word], budget)
+        if arrays[word] is None:
+            fail("convert", f"{word} of {name} must hold numbers", shown(names[word]))
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
     # The last argument: error texts call the arrays W, R, B and P by the names of their tensors.
     weights = from_node("convert", node.op_type, arrays, attributes, lambda word: names.get(word, word))
@@ -149,26 +149,6 @@ def layer_of(
         if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but the states keep its size
             fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
     return weights
-
-
-def weights_of(
-    onnx: Any, name: str, names: Mapping[str, str], constants: Mapping[str, Any], budget: Budget
-) -> dict[str, np.ndarray]:
-    """Return the arrays W, R, B and P of a node; B and P may be missing. name: the layer's name, for error texts.
-    names: for each input the name of its tensor. constants: the tensors of the file, by name."""
-    arrays = {}
-    for word in ("W", "R", "B", "P"):
-        if word not in names:
-            if word in "WR":
-                fail("convert", f"{word} of {name} must be there", "no such input")
-            continue
-        if names[word] not in constants:
-            rule = f"{word} of {name} must be an initializer or a constant: fold constants first,"
-            fail("convert", rule, repr(names[word]))
-        arrays[word] = array_of(onnx, constants[names[word]], names[word], budget)
-        if arrays[word] is None:
-            fail("convert", f"{word} of {name} must hold numbers", shown(names[word]))
-    return arrays
 
 
 def check_count(data: bytes, kind: Any, budget: Budget) -> None:
@@ -211,7 +191,7 @@ def varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def external_entries(tensor: Any) -> dict[str, str]:
-    """Return a dict with the location, offset and length of a tensor's external data."""
+    """Return the location, offset and length of a tensor's external data, as texts."""
     return {each.key: each.value for each in tensor.external_data}
 
 
@@ -219,7 +199,7 @@ def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
     """Load a tensor's external data into the tensor, from a file in the model's own folder; a link is refused. No byte
     may be read twice, because many tensors that share bytes could fill the memory. path: the model's file. left: for
     each file, the number of bytes that no tensor has read yet."""
-    entries = external_entries(tensor)  # location (the file's name), and maybe offset and length in bytes, as texts
+    entries = external_entries(tensor)  # location: the file's name; offset and length, in bytes, may be missing
     location = entries.get("location", "")
     data_path = path.parent / location
     if Path(location).name != location or location in ("", "..") or data_path.is_symlink():
@@ -291,9 +271,8 @@ class Graph:
         the name of its part [D, N, H]. dot: the beginning of the stack's names, its name and a dot, or "". word: "h" or
         "c". kind: ONNX' number of the dtype. sizes: L layers, D directions, H hidden units."""
         L, D, H = sizes
-        name = self.initializer(
-            f"{dot}{word}0", np.zeros((L * D, 1, H), self.onnx.helper.tensor_dtype_to_np_dtype(kind))
-        )
+        zeros = np.zeros((L * D, 1, H), self.onnx.helper.tensor_dtype_to_np_dtype(kind))
+        name = self.initializer(f"{dot}{word}0", zeros)
         self.inputs.append(self.onnx.helper.make_tensor_value_info(name, kind, [L * D, f"{dot}N", H]))
         # The default has one batch item, because N is not known here. `Expand` repeats it N times: the stack's array
         # "items" holds the factors 1, N, 1.

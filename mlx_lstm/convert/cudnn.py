@@ -13,8 +13,7 @@ gates of an lstm are i, f, c, o, of a gru r, u, n; rnn_relu and rnn_tanh have on
 this layout; TensorFlow's documentation calls the buffer opaque.
 
 This package joins the matrices W_g of all gates into one array Wx, and R_g, bW_g, bR_g into Wh, bW, bR; Pr is Wp. In
-`Weights` the biases are called bx and bh. A mode is cuDNN's rnn_mode, such as "lstm". A way is a direction, 0 or 1. op
-is the public function with which error texts begin; `fail(op, rule, got)` raises a ValueError "[op] rule but got ...".
+`Weights` the biases are called bx and bh.
 """
 
 from itertools import accumulate
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.directions import part
 from ..engines.tracing import split_apart
 from ..ground.checks import check_array, check_flag, check_integer, check_option, fail
 from .weights import Format, Weights, as_stored, checked, to_mlx, two_biases
@@ -120,8 +120,8 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
         # row.
         Wx, *rest = mx.split(layers[layer].reshape(D, -1), list(accumulate(of_layer))[:-1], axis=1)
         arrays = {} if not of_layer[0] else {"Wx": Wx.reshape(D * GH, -1)}  # of_layer[0]: the size of W
-        for name, part, shape in zip(("Wh", "Wp"), rest, where.matrices(layer)[1:], strict=False):
-            arrays[name] = part.reshape(shape if D == 1 else (D, *shape))
+        for name, matrix, shape in zip(("Wh", "Wp"), rest, where.matrices(layer)[1:], strict=False):
+            arrays[name] = matrix.reshape(shape if D == 1 else (D, *shape))
         by_layer.append(arrays | {"bW": biases[layer, :, 0], "bR": biases[layer, :, 1]})
     return by_layer
 
@@ -184,12 +184,9 @@ def from_cudnn(
         fail(op, f"params must have {where.size} elements for these sizes", f"{params.size} elements")
     layers = []
     for arrays in layer_arrays(where, params):
-        # `layer_arrays` joins both directions along different axes. Give each array a first axis of D directions, and
-        # split it along this axis.
-        arrays |= {"Wx": arrays["Wx"].reshape(where.D, where.G * H, -1), "bx": arrays.pop("bW"), "bh": arrays.pop("bR")}
-        if where.D == 1:
-            arrays |= {name: arrays[name][None] for name in ("Wh", "Wp") if name in arrays}
-        layers.append([{name: array[way] for name, array in arrays.items()} for way in range(where.D)])
+        # `part` takes the biases of both directions side by side, [D G H].
+        arrays |= {"bx": arrays.pop("bW").reshape(-1), "bh": arrays.pop("bR").reshape(-1)}
+        layers.append([part(arrays, way) for way in range(2)] if where.D == 2 else [arrays])
     # The last argument names an array in error texts; word is its name in `Weights`.
     return checked(op, Weights(CELLS[rnn_mode], layers), lambda layer, way, word: f"{word} of layer {layer}")
 
@@ -221,12 +218,7 @@ def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
         # directions: the arrays of each direction, with zeros for a missing bias. `join_layers` takes both directions
         # stacked along a new first axis.
         directions = [arrays | dict(zip(("bW", "bR"), two_biases(arrays), strict=True)) for arrays in layer]
-        layers.append(
-            {
-                name: mx.stack([arrays[name] for arrays in directions])
-                for name in ("Wx", "Wh", "Wp", "bW", "bR")
-                if name in directions[0]
-            }
-        )
+        names = ("Wx", "Wh", "Wp", "bW", "bR") if P else ("Wx", "Wh", "bW", "bR")
+        layers.append({name: mx.stack([arrays[name] for arrays in directions]) for name in names})
     sizes = {"num_layers": where.L, "num_units": H, "input_size": where.I, "rnn_mode": mode}
     return join_layers(where, layers), sizes | {"bidirectional": D == 2, "num_proj": P}

@@ -4,10 +4,7 @@ FlashRNN divides the hidden units of a layer into N heads of D units. A head is 
 recurrent weights read only its own h. So each head becomes one `Weights` of one layer, and the heads run side by side.
 
 FlashRNN's arrays are W [G, N, D, I] (input weights), R [G, N, D, D] (recurrent weights) and b [G, N, D] (biases), for G
-gates and I input features of a head. For one head, `Weights` has Wx [G D, I], Wh [G D, D] and bx, bh [G D];
-Weights(cell, [[arrays]]) is one layer of one direction. op is the public function with which error texts begin.
-`check_array(op, name, array, shape)` raises a ValueError for a wrong shape; a text such as "N" in the shape stands for
-any size. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+gates and I input features of a head. For one head, `Weights` has Wx [G D, I], Wh [G D, D] and bx, bh [G D].
 """
 
 from collections.abc import Mapping, Sequence
@@ -191,8 +188,10 @@ def to_flashrnn_slstm(heads: Sequence[Mapping[str, Any]]) -> dict[str, mx.array 
     for n, head in enumerate(heads):
         for name in names:
             check_array(op, f"heads[{n}]: {name}", head[name], shapes[name])
-    # `apart` reshapes [4D, ...] to [4, D, ...]; the heads become axis 1.
-    found = {name: mx.stack([by_gate(head[name], D) for head in heads], axis=1) for name in names}
+    # Divide axis 0 into the axes gate and unit, [4D, ...] to [4, D, ...]. The heads become axis 1.
+    found = {
+        name: mx.stack([head[name].reshape(4, D, *head[name].shape[1:]) for head in heads], axis=1) for name in names
+    }
     return {letter: found.get(name) for letter, name in zip("WRb", SLSTM, strict=True)}
 
 
@@ -213,9 +212,3 @@ def checked_arrays(op: str, W: Any, R: Any, b: Any, gates: int, biases: int) -> 
 def joined(array: mx.array) -> mx.array:
     """Join the first two axes of an array, gate and unit: return [G D, ...] for [G, D, ...]."""
     return array.reshape(-1, *array.shape[2:])
-
-
-def by_gate(array: mx.array, D: int) -> mx.array:
-    """Divide axis 0 of an array [G D, ...] into the axes gate and unit: return [G, D, ...]. G: the number of gates,
-    D: the number of units."""
-    return array.reshape(-1, D, *array.shape[1:])

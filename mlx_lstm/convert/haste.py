@@ -3,9 +3,7 @@
 haste's arrays are kernel [I, G H] (input weights), recurrent_kernel [H, G H], bias [G H] and, of a GRU, recurrent_bias
 [3H], for I input features, H units and G gates. An IndRNN, whose units are independent of each other, has
 recurrent_scale [H] instead of recurrent_kernel. `Weights` has the transposed matrices Wx and Wh, and the biases bx and
-bh, in the gate order `OURS`; Weights(cell, [[arrays]]) is one layer of one direction. op is the public function with
-which error texts begin. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". `check_array` raises a
-ValueError for a wrong shape; a letter in the shape stands for any size.
+bh.
 """
 
 from typing import Any
@@ -16,19 +14,7 @@ from ..engines.cells import GRUCell, LSTMCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, fail
 from .keras import direction
-from .weights import (
-    OURS,
-    Format,
-    Weights,
-    as_stored,
-    checked,
-    named_layer,
-    parameters_of,
-    reorder,
-    to_mlx,
-    two_biases,
-    whole_bias,
-)
+from .weights import OURS, Format, Weights, as_stored, checked, parameters_of, reorder, to_mlx, two_biases, whole_bias
 
 FORMAT = Format({"lstm": "igfo", "gru": "zrn"}, is_layer=True)
 """What a layer of haste can store: one layer in one direction, with these gate orders in our letters."""
@@ -162,7 +148,7 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
         ValueError: an array is missing or unknown, or a shape does not fit.
     """
     op = "to_haste_indrnn"
-    arrays = parameters_of(op, "parameters must be a layer or a dict of arrays", parameters)
+    _, arrays = parameters_of(op, "parameters must be a layer or a dict of arrays", parameters)
     params = arrays.get("params")
     is_one = isinstance(params, (list, tuple)) and len(params) == 1
     if not {"Wx", "params"} <= arrays.keys() <= {"Wx", "bias", "params"} or not is_one:
@@ -178,8 +164,8 @@ def to_haste_indrnn(parameters: Any, *, prefix: str = "") -> Arrays:
 def arrays_of(op: str, layer: Any, prefix: str) -> Arrays:
     """Return the arrays of a layer of haste, or of a dict, whose names begin with `prefix`, by their names without the
     prefix. Raise ValueError for a layer with zoneout."""
-    found = parameters_of(op, "layer must be a layer of haste_pytorch or a dict of arrays", layer, prefix)
-    if zoneout := getattr(named_layer(layer, prefix), "zoneout", 0):
+    named, found = parameters_of(op, "layer must be a layer of haste_pytorch or a dict of arrays", layer, prefix)
+    if zoneout := getattr(named, "zoneout", 0):
         fail(op, "zoneout must be 0, as it is no weight: pass layer.state_dict() and run zoneout yourself,", zoneout)
     return {key[len(prefix) :]: to_mlx(array) for key, array in found.items()}
 

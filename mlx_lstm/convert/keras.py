@@ -2,12 +2,10 @@
 
 Keras' arrays of one direction are kernel [I, GH] (input weights), recurrent_kernel [H, GH] and bias [GH], for I input
 features, G gates and H units. A GRU with reset_after has two biases in one array, [2, 3H]. `Weights` has the transposed
-matrices Wx and Wh, and the biases bx and bh, in the gate order `OURS`; Keras' gate order is `ORDERS`.
+matrices Wx and Wh, and the biases bx and bh.
 
-The kind of a cell is "lstm", "gru" or "rnn". A way is a direction of a layer. A config is a layer as Keras serializes
-it: a dict with its class_name and with config, the dict of its options. A slope says which hard_sigmoid a version of
-Keras has: "x/5" (Keras 2) or "x/6" (Keras 3). op is the public function with which error texts begin; `fail(op, rule,
-got)` raises the ValueError "[op] rule but got ...".
+A way is a direction of a layer. A config is a layer as Keras serializes it: a dict with its class_name and with config,
+the dict of its options. A slope says which hard_sigmoid a version of Keras has: "x/5" (Keras 2) or "x/6" (Keras 3).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,20 +17,7 @@ import numpy as np
 from ..engines.cells import GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, fail
-from .weights import (
-    CELLS,
-    OURS,
-    Format,
-    Weights,
-    as_stored,
-    checked,
-    reorder,
-    stacked,
-    to_mlx,
-    to_numpy,
-    two_biases,
-    whole_bias,
-)
+from .weights import CELLS, OURS, Format, Weights, as_stored, checked, reorder, stacked, to_mlx, two_biases, whole_bias
 
 KINDS = {"LSTM": "lstm", "GRU": "gru", "SimpleRNN": "rnn", "LSTMCell": "lstm", "GRUCell": "gru", "SimpleRNNCell": "rnn"}
 KINDS |= {"CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
@@ -129,19 +114,19 @@ def from_arrays(
     shape = np.shape(ways[0][1])  # of recurrent_kernel, [H, GH]
     if inner is None:
         G = shape[1] // shape[0] if len(shape) == 2 and shape[0] else 0
-        if len(shape) != 2 or G * shape[0] != shape[1] or G not in (1, 3, 4):
+        by_gates = {cell.gates: cell for cell in CELLS.values()}
+        if len(shape) != 2 or G * shape[0] != shape[1] or G not in by_gates:
             rule = f"recurrent_kernel of {name} must have shape [H, 4H], [H, 3H] or [H, H]"
             fail(op, rule, f"shape {list(shape)}")
-        kind, options = {4: "lstm", 3: "gru", 1: "rnn"}[G], {}
-        if kind == "gru" and len(ways[0]) > 2 and np.ndim(ways[0][2]) == 1:  # a single bias: reset_after is False
-            options["reset"] = "before"
-        cell = CELLS[kind](**options)
+        cell = by_gates[G]()
+        if cell.op == "gru" and len(ways[0]) > 2 and np.ndim(ways[0][2]) == 1:  # a single bias: reset_after is False
+            cell = GRUCell(reset="before")
     else:
         cell = cell_of_config(op, inner, name, slope)
     # biases: the allowed shapes of the bias, with the last size in multiples of H: [2, 4] means [2, 4H].
     biases = {
         "lstm": [[2, 4] if all(cudnn) else [4]],
-        "gru": [[2, 3] if getattr(cell, "reset", "") == "after" else [3]],
+        "gru": [[2, 3] if cell.reset == "after" else [3]],
         "rnn": [[1]],
     }[cell.op]
     of = f" of {name}" if name else ""
@@ -246,7 +231,7 @@ def direction(
     of: words such as " of lstm_1" after an array's name in error texts. order: the gate order of the arrays, or None
     for Keras' order.
     """
-    G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]  # gates
+    G = CELLS[kind].gates
     kernel, recurrent_kernel, bias = [*arrays, None][:3]  # a missing bias is None
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0
@@ -290,25 +275,19 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
         # run forward.
         rule = "weights must have one layer with reverse: convert those of weights.each(), and in Keras set"
         fail("to_keras", f"{rule} go_backwards for the first layer only,", f"{len(weights.layers)} layers")
-    check_cell("to_keras", weights)
     cell, use_bias = weights.cell, weights.has_bias
-    # way: the arrays of one direction of a layer.
-    return [[array for way in layer for array in arrays_of(cell, way, use_bias)] for layer in weights.layers]
-
-
-def check_cell(op: str, weights: Weights) -> None:
-    """Raise ValueError if the cell has an option that no layer of Keras has."""
-    cell = weights.cell
     if cell.op == "lstm":
         # The order is i, f, g, o, output. Keras has two activations: its `recurrent_activation` r for i, f and o, and
         # its `activation` a for g and the output.
         r, a = cell.activations[0], cell.activations[2]
         if cell.cell_clip or any("peephole" in way for layer in weights.layers for way in layer):
-            fail(op, "cell_clip and peephole must be the default, as Keras has no place for them,", "others")
+            fail("to_keras", "cell_clip and peephole must be the default, as Keras has no place for them,", "others")
         if cell.activations != (r, r, a, r, a):
-            fail(op, "activations must be r, r, a, r, a, as Keras has them,", cell.activations)
+            fail("to_keras", "activations must be r, r, a, r, a, as Keras has them,", cell.activations)
     if cell.op == "gru" and cell.activations[0] != cell.activations[1]:
-        fail(op, "activations must be r, r, a, as Keras has them,", cell.activations)
+        fail("to_keras", "activations must be r, r, a, as Keras has them,", cell.activations)
+    # way: the arrays of one direction of a layer.
+    return [[array for way in layer for array in arrays_of(cell, way, use_bias)] for layer in weights.layers]
 
 
 def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
@@ -323,3 +302,8 @@ def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
     else:  # any other cell has one bias: the sum
         bias = reorder(whole_bias(cell, arrays), ours, theirs)
     return [*matrices, to_numpy(bias)]
+
+
+def to_numpy(array: mx.array) -> np.ndarray:
+    """Return an array as a NumPy array: float64 stays, any other dtype becomes float32."""
+    return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32))

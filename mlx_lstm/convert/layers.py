@@ -3,8 +3,7 @@ reads the parameters of a layer calls `describe` first.
 
 A layer is a module of `mlx.nn`, a module of this package, any other object with arrays as attributes, or a dict of
 arrays. A module of MLX is a dict, too, whose entries are its parameters and submodules. In all functions op is the name
-of the public function, with which error texts begin, and name is the layer's name in an error text. `fail(op, rule,
-got)` raises the ValueError "[op] rule but got ...".
+of the public function, with which error texts begin, and name is the layer's name in an error text.
 """
 
 from collections.abc import Callable, Mapping
@@ -80,7 +79,7 @@ def describe(op: str, name: str, layer: Any) -> Description:
     arrays: dict[str, Any] = {}
     others: dict[str, str] = {}
     for key, value in attributes.items():
-        if type(value) in SCALARS or is_private(key):  # SCALARS: types that hold no array, such as int
+        if type(value) in SCALARS or key[:1] == "_":  # as in MLX, an attribute with an underscore is no parameter
             continue
         if isinstance(value, (mx.array, np.ndarray)):
             arrays[key] = value
@@ -106,12 +105,6 @@ def check_keys(op: str, arrays: Mapping[Any, Any]) -> None:
     for key in arrays:
         if not isinstance(key, str):
             fail(op, "the keys of arrays must be texts", repr(key))
-
-
-def is_private(key: str) -> bool:
-    """Return whether the name of an attribute begins with an underscore. As in MLX, such an attribute is no
-    parameter."""
-    return key[:1] == "_"
 
 
 def class_of(op: str, name: str, layer: object) -> type | None:

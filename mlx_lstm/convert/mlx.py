@@ -1,12 +1,9 @@
 """Convert the parameters of MLX's layers, and the arguments of `mlx_lstm.lstm`, `gru` and `rnn`, to `Weights` and
 back.
 
-In `Weights` one direction's arrays are Wx, Wh, the biases bx and bh of their products, Wp (a projection) and peephole,
-in the gate order i, f, g, o or r, z, n (`OURS`). These names are called words. MLX and the functions of this package
-have a single bias b instead, the sum of bx and bh, and for a GRU also bhn, the recurrent bias of the candidate n. A way
-is a direction, 0 forward or 1 reverse. cell.op is "lstm", "gru" or "rnn"; `CELLS` has the class of cell by this name,
-`OF_GATES` this name by the number of gates. op is the public function with which error texts begin; `fail(op, rule,
-got)` raises the ValueError "[op] rule but got ...".
+In `Weights` one direction's arrays are Wx, Wh, the biases bx and bh of their products, Wp (a projection) and peephole.
+These names are called words. MLX and the functions of this package have a single bias b instead, the sum of bx and bh,
+and for a GRU also bhn, the recurrent bias of the candidate n. A way is a direction, 0 forward or 1 reverse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -115,9 +112,8 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
             fail(op, "nonlinearity must be the same for all layers", ", ".join(map(repr, sorted(given))))
         cell = RNNCell(acts[0])
     # theirs: MLX's name by our name of an array, for error texts. bx is called like MLX's single bias, bh like bhn.
-    theirs = {ours: key for key, ours in names.items()} | {
-        "bx": next(key for key, ours in names.items() if ours == "b")
-    }
+    theirs = {ours: key for key, ours in names.items()}
+    theirs["bx"] = theirs["b"]
     titles = ("layers", "reverse")
     return checked(
         op, Weights(cell, weights), lambda layer, way, word: f"{titles[way]}[{layer}].{theirs.get(word, 'bhn')}"
@@ -221,16 +217,11 @@ def from_ops(
         shapes = weight_shapes(len(order), ("I", H, "P"), 1 + bidirectional)
         for key, array in words.items():
             check_array(name, f"layers[{n}]: {key}", array, shapes[key])
-        ways = (
-            [part(words, way) for way in range(2)] if bidirectional else [words]
-        )  # each direction's part of the arrays
         directions = []
-        for arrays_of_way in ways:
-            b, bhn = (arrays_of_way.pop(key, None) for key in ("b", "bhn"))
-            # `rows_reordered` takes arrays by their names in `Weights`, where b is called bx. bhn has rows for one gate
-            # only, so it needs no reordering.
-            reordered = rows_reordered(arrays_of_way | ({} if b is None else {"bx": b}), order, OURS[op])
-            directions.append(reordered | from_one_bias(reordered.pop("bx", None), bhn))
+        for arrays_of_way in [part(words, way) for way in range(2)] if bidirectional else [words]:
+            ours = rows_reordered(arrays_of_way, order, OURS[op])
+            b, bhn = (ours.pop(key, None) for key in ("b", "bhn"))
+            directions.append(ours | from_one_bias(b, bhn))
         weights.append(directions)
     # The last argument names an array in error texts; word is its name in `Weights`.
     return checked(name, Weights(cell, weights, reverse), lambda layer, way, word: f"layers[{layer}]: {word}")

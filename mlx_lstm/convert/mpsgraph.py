@@ -2,9 +2,7 @@
 
 An op of MPSGraph (Apple's framework) gets arrays and a descriptor, an object whose properties are the options of the
 cell. Apple calls the arrays input_weight, recurrent_weight, bias, secondary_bias (the recurrent bias of a GRU's
-candidate) and peephole; `WORDS` has the names of `mlx_lstm.lstm` and `gru`: Wx, Wh, b, bhn, peephole. `MPSGRAPH` has
-Apple's gate orders by the kind of cell ("lstm", "gru" or "rnn"), `OURS` the gate order of `Weights`. op is the public
-function with which error texts begin; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+candidate) and peephole; `WORDS` has the names of `mlx_lstm.lstm` and `gru`: Wx, Wh, b, bhn, peephole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,7 @@ from ..engines.cells import GRUCell, LSTMCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_option, fail
 from .mlx import from_ops, to_ops
-from .weights import MPSGRAPH, OURS, Format, Weights, as_stored, reorder
+from .weights import MPSGRAPH, OURS, Format, Weights, as_stored, rows_reordered
 
 ACTIVATIONS = {
     "none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid",
@@ -145,20 +143,10 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
     if {"hard_sigmoid", "hard_sigmoid_sixth"} <= {*cell.activations}:
         fail(op, "activations must have one slope of hard_sigmoid, as the op has one,", cell.activations)
     names = {ours: theirs for theirs, ours in WORDS.items()}
-    order = MPSGRAPH[cell.op][0]  # Apple's default order, with the flag off
-    layers = []
-    for arrays in to_ops(weights):  # Wx, Wh, b, bhn, peephole of a layer; both directions are in one array
-        arguments = {}
-        for name, array in arrays.items():
-            # axis: the axis of the gates. bhn has rows for one gate only, so it is not reordered.
-            axis = 1 if weights.directions == 2 and name in ("Wh", "peephole") else 0
-            # If an array holds the rows of both directions, one below the other, reorder each half separately.
-            if name != "bhn" and weights.directions == 2 and axis == 0:
-                array = mx.concatenate([reorder(half, OURS[cell.op], order) for half in mx.split(array, 2)])
-            elif name != "bhn":
-                array = reorder(array, OURS[cell.op], order, axis)
-            arguments[names[name]] = array
-        layers.append(arguments)
+    # Apple's default order, with the flag off. In a GRU n is the last gate, as in our order: `to_ops` relies on it.
+    order = MPSGRAPH[cell.op][0]
+    ordered = weights.map(lambda arrays: rows_reordered(arrays, OURS[cell.op], order))
+    layers = [{names[name]: array for name, array in arrays.items()} for arrays in to_ops(ordered)]
     # default: the activations of a descriptor that does not set any; for Apple's plain RNN this is relu.
     default = {"lstm": LSTMCell().activations, "gru": GRUCell().activations, "rnn": ("relu",)}[cell.op]
     activations = cell.activations

@@ -2,13 +2,7 @@
 
 A node has a type, arrays as inputs, and attributes (options by name). The arrays are W [D, GH, I] (input weights), R
 [D, GH, H] (recurrent weights), B [D, 2GH] (both biases side by side) and P [D, 3H] (peephole weights), for D
-directions, G gates, H units and I input features.
-
-In `Weights` one direction's arrays are Wx, Wh, bx, bh and peephole, in the gate order `OURS`. The kind of a cell is
-"lstm", "gru" or "rnn". cell.activations has the activations of i, f, g, o and the output of an LSTM, of r, z, n of a
-GRU. op is the public function with which error texts begin. `check_array(op, name, array, shape)` raises a ValueError
-for a wrong shape; a text such as "I" in the shape stands for any size. `fail(op, rule, got)` raises the ValueError
-"[op] rule but got ...".
+directions, G gates, H units and I input features. In `Weights` one direction's arrays are Wx, Wh, bx, bh and peephole.
 """
 
 from collections.abc import Mapping
@@ -21,6 +15,7 @@ from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, check_option, fail
 from .weights import (
+    CELLS,
     OURS,
     Format,
     Weights,
@@ -37,9 +32,6 @@ from .weights import (
 
 OPS = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}
 """The types of nodes, and this package's names of their cells."""
-
-GATES = {"lstm": 4, "gru": 3, "rnn": 1}
-"""The number of gates of each cell."""
 
 PEEPHOLES = "iof"
 """The gates that have peephole weights in ONNX, in the order of the array P."""
@@ -113,18 +105,15 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
     # Each attribute that is read below is removed from `options`.
     direction = options.pop("direction", "forward")
     check_option(op, "direction", direction, DIRECTIONS)
-    D, G = 2 if direction == "bidirectional" else 1, GATES[kind]
+    D, G = 2 if direction == "bidirectional" else 1, CELLS[kind].gates
     cell = cell_of_node(op, kind, options, D)
     check_array(op, name("R"), arrays.get("R"), [D, f"{G}H", "H"])  # a text is any size
     H = arrays["R"].shape[2]
     for letter, columns in (("R", H), ("W", "I")):
         check_array(op, name(letter), arrays.get(letter), [D, G * H, columns])
     if options.pop("hidden_size", H) != H:
-        fail(
-            op,
-            f"{name('R')} must have shape [{D}, {G}H, H], where H is the node's hidden_size",
-            list(arrays["R"].shape),
-        )
+        rule = f"{name('R')} must have shape [{D}, {G}H, H], where H is the node's hidden_size"
+        fail(op, rule, list(arrays["R"].shape))
     # `layout` says whether the batch comes first in x, which does not change the weights. All other attributes that
     # this package supports have been read and removed. So any attribute that is left is not supported.
     options.pop("layout", None)
@@ -218,25 +207,20 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
     attributes["direction"] = DIRECTIONS[2 if weights.directions == 2 else int(weights.reverse)]
     if cell.reset:  # "after" or "before" in a GRU, else ""
         attributes["linear_before_reset"] = int(cell.reset == "after")
-    attributes |= activation_attributes(op, cell, weights.directions)
+    attributes |= activation_attributes(cell, weights.directions)
     if cell.cell_clip or cell.output_peephole == "previous":  # a GRU or RNN has no such option: None and ""
         fail(op, "cell_clip and output_peephole must be the default, as ONNX has no place for others,", cell)
     op_type = next(name for name, kind in OPS.items() if kind == cell.op)
     nodes = []
     for layer in weights.layers:
         # directions: W, R, B, P of each direction. In a node the first axis of an array is the direction.
-        directions = [node_arrays(op, cell.op, arrays, weights.has_bias) for arrays in layer]
-        nodes.append(
-            (
-                op_type,
-                {letter: mx.stack([one[letter] for one in directions]) for letter in directions[0]},
-                dict(attributes),
-            )
-        )
+        directions = [node_arrays(cell.op, arrays, weights.has_bias) for arrays in layer]
+        arrays = {letter: mx.stack([one[letter] for one in directions]) for letter in directions[0]}
+        nodes.append((op_type, arrays, dict(attributes)))
     return nodes
 
 
-def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
+def activation_attributes(cell: Cell, D: int) -> dict[str, Any]:
     """Return the attributes of an ONNX node that name the cell's activations; an empty dict if they are the defaults.
     D: the number of directions, for each of which ONNX lists the activations."""
     acts = cell.activations
@@ -246,7 +230,7 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
     # All gates must have the same activation: acts must be (r, r, n) in a GRU, (i, i, g, i, output) in an LSTM.
     if len(chosen) > 1 and acts != (chosen[0], chosen[0], chosen[1], chosen[0], chosen[-1])[: len(acts)]:
         which = "both" if cell.op == "gru" else "all"
-        fail(op, f"activations must be the same for {which} gates, as ONNX has them,", acts)
+        fail("to_onnx", f"activations must be the same for {which} gates, as ONNX has them,", acts)
     theirs = [ACTIVATIONS[act] for act in chosen] * D  # (ONNX' name, alpha, beta)
     if tuple(one[0] for one in theirs) == DEFAULTS[cell.op] * D:  # Sigmoid and Tanh, which have no alpha and beta
         return {}
@@ -256,7 +240,7 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
     return attributes
 
 
-def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
+def node_arrays(kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
     """Return one direction's arrays W, R and maybe B and P, in ONNX' gate order. kind: "lstm", "gru" or "rnn". arrays:
     the direction's arrays in `Weights`. use_bias: whether the node has B; a missing bias then becomes zeros."""
     ours, theirs = OURS[kind], ORDERS[kind]  # gate orders such as "ifgo"
@@ -264,8 +248,6 @@ def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
     if use_bias:
         inputs["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
     if "peephole" in arrays:
-        # parts: the peephole weights by gate. The last argument completes the error text for a peephole of the
-        # candidate.
-        parts = peepholes(op, arrays, "ONNX does not")
+        parts = peepholes("to_onnx", arrays, "ONNX does not")
         inputs["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
     return inputs

@@ -2,12 +2,7 @@
 
 TensorFlow's weight w [I + H, 4H] contains the transposed input weight (Wx [4H, I] in `Weights`) and, below it, the
 transposed recurrent weight (Wh [4H, H]), for I input features and H units. TensorFlow's b is the bias bx of `Weights`.
-TensorFlow calls an LSTM's gate g c, and a GRU's gates r, z, n r, u, c. `TF` has its gate orders of an LSTM in our
-letters, `OURS` the order of `Weights`.
-
-Weights(cell, [[arrays]]) is one layer of one direction. checked(op, weights, title) checks the shapes and returns the
-weights; title(layer, way, word) returns the name of an array in error texts. op is the public function with which error
-texts begin; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+TensorFlow calls an LSTM's gate g c, and a GRU's gates r, z, n r, u, c.
 """
 
 from typing import Any

@@ -2,10 +2,7 @@
 
 torch's name of an array, such as weight_ih_l0_reverse, has three parts: the leaf (weight_ih), the layer's number, and
 the direction. The way of an array is the number of its direction: 0 forward, 1 reverse. The word of an array is its
-name in `Weights`: Wx, Wh, bx, bh or Wp (a projection). `NAMES` has the word by leaf, `KEYS` the leaf by word, and
-`OF_GATES` the kind of cell ("lstm", "gru", "rnn") by the number of gates. title is a function (layer, way, word) that
-returns an array's name for error texts. op is the public function with which error texts begin; `fail(op, rule, got)`
-raises the ValueError "[op] rule but got ...".
+name in `Weights`: Wx, Wh, bx, bh or Wp (a projection).
 """
 
 import re
@@ -18,19 +15,7 @@ from ..engines.cells import ACTIVATIONS
 from ..engines.problem import Arrays
 from ..ground.checks import check_option, fail
 from ..ground.files import shown
-from .weights import (
-    OF_GATES,
-    Format,
-    Title,
-    Weights,
-    as_stored,
-    cell_of,
-    checked,
-    named_layer,
-    parameters_of,
-    to_mlx,
-    two_biases,
-)
+from .weights import OF_GATES, Format, Title, Weights, as_stored, cell_of, checked, parameters_of, to_mlx, two_biases
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
 """The leaves of torch's arrays, in torch's order, each with the array's name in `Weights`."""
@@ -73,18 +58,14 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     """
     op = "from_torch"
     rule = "arrays must be a layer or a dict of arrays (of a file: mx.load(file), or convert.read(file).layers)"
-    whole = parameters_of(op, rule, arrays)  # all entries of the layer or dict
-    selected = parameters_of(op, rule, arrays, prefix)
-    layer, arrays = named_layer(arrays, prefix), selected
+    _, whole = parameters_of(op, rule, arrays)  # all entries of the layer or dict
+    layer, arrays = parameters_of(op, rule, arrays, prefix)
     check_option(op, "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
     nonlinearity = getattr(layer, "nonlinearity", nonlinearity)
     check_forward(op, layer)
     if any(isinstance(value, (dict, list)) for value in whole.values()):  # a module of MLX with modules inside
-        fail(
-            op,
-            "arrays must be a layer, not a model of MLX: pass model.lstm or what the layer is called,",
-            sorted(whole),
-        )
+        rule = "arrays must be a layer, not a model of MLX: pass model.lstm or what the layer is called,"
+        fail(op, rule, sorted(whole))
     check_prefix(op, whole, arrays, prefix)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}  # by (layer, direction), the arrays by name
     # The arrays of a cell, such as LSTMCell, have no layer and no direction in their names: two empty groups match.
@@ -128,18 +109,12 @@ def check_prefix(op: str, whole: Mapping[str, Any], arrays: Mapping[str, Any], p
         fail(op, rule, repr(prefix))
     # A key with a dot after the prefix belongs to a layer inside, so the prefix selects several layers.
     if len(found) > 1 and any("." in key[len(prefix) :] for key in arrays):
-        fail(
-            op, f"prefix must select one layer: layers found: {', '.join(map(repr, map(shown, found)))},", repr(prefix)
-        )
+        rule = f"prefix must select one layer: layers found: {', '.join(map(repr, map(shown, found)))},"
+        fail(op, rule, repr(prefix))
 
 
 def assembled(
-    op: str,
-    parts: Mapping[tuple[int, int], Arrays],
-    title: Title,
-    options: Mapping[str, Any],
-    *,
-    lenient: bool = False,
+    op: str, parts: Mapping[tuple[int, int], Arrays], title: Title, options: Mapping[str, Any], *, lenient: bool = False
 ) -> Weights:
     """Build the `Weights` of a stack from its arrays: parts[layer, direction] is a dict of arrays by their names in
     `Weights`. The number of gates, which follows from the shape of Wh, says which cell it is.
@@ -161,12 +136,8 @@ def assembled(
                 fail(op, f"{title(*layer_and_way, word)} must be there", "no such key")
     kind = OF_GATES[gates_of(op, parts[0, 0], title(0, 0, "Wh"))]  # "lstm", "gru" or "rnn"
     # foreign: options that this cell does not have, and the two options that concern the directions, not the cell.
-    foreign = {
-        "bidirectional",
-        "reverse",
-        *(["reset"] if kind != "gru" else []),
-        *(["activation"] if kind != "rnn" else []),
-    }
+    own = {"lstm": set(), "gru": {"reset"}, "rnn": {"activation"}}[kind]
+    foreign = {"bidirectional", "reverse", "reset", "activation"} - own
     cell = cell_of(op, kind, {name: value for name, value in options.items() if name not in foreign})
     layers = [[parts[layer, way] for way in range(D)] for layer in range(K)]
     return checked(op, Weights(cell, layers, bool(options.get("reverse", False))), title)
@@ -209,14 +180,18 @@ def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
 def by_names(op: str, weights: Weights, prefix: str = "") -> dict[str, mx.array]:
     """Return the parameters of a torch layer by name, as `to_torch` does. op: the name that error texts begin with.
     prefix: the beginning of each name."""
-    weights = as_stored(op, weights, FORMAT)  # refuses options that torch's layers do not have
     parameters = {}
-    for k, layer in enumerate(weights.layers):
+    for k, layer in enumerate(with_both_biases(op, weights).layers):
         for ending, arrays in zip(WAYS, layer, strict=False):  # ending: "" or "_reverse"
-            if weights.has_bias:
-                bx, bh = two_biases(arrays)  # zeros for a missing bias
-                arrays = arrays | {"bx": bx, "bh": bh}
-            parameters |= {
-                f"{prefix}{leaf}_l{k}{ending}": arrays[word] for leaf, word in NAMES.items() if word in arrays
-            }
+            named = {leaf: arrays[word] for leaf, word in NAMES.items() if word in arrays}
+            parameters |= {f"{prefix}{leaf}_l{k}{ending}": array for leaf, array in named.items()}
     return parameters
+
+
+def with_both_biases(op: str, weights: Weights) -> Weights:
+    """Return the weights as torch stores them: all directions of all layers have both biases, or none has any. Raise
+    ValueError for options that torch's layers do not have."""
+    weights = as_stored(op, weights, FORMAT)
+    if not weights.has_bias:
+        return weights
+    return weights.map(lambda arrays: arrays | dict(zip(("bx", "bh"), two_biases(arrays), strict=True)))

@@ -5,12 +5,8 @@ Sizes: G gates, H units, I input features, D directions; P is the size of h, whi
 are one block of H rows for each gate, in a gate order such as "ifgo". One direction's arrays are a dict with these
 names: Wx [GH, I], Wh [GH, P], the biases bx and bh [GH] of the two products, Wp [P, H] (a projection), peephole [4H].
 The functions of this package have a single bias b [GH] instead of bx and bh, and bhn [H], the recurrent bias of a GRU's
-candidate n, which the reset gate multiplies. A way is the number of a direction, 0 forward or 1 reverse.
-
-The fields of a cell are the options of its formula. cell.op is "lstm", "gru" or "rnn", cell.gates is G, and cell.reset
-says whether a GRU's reset gate acts "after" or "before" the recurrent product ("" in other cells). op is the public
-function with which error texts begin; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". title is a
-function that returns the name of an array in a format, for error texts.
+candidate n, which the reset gate multiplies. A way is the number of a direction, 0 forward or 1 reverse. op is the
+public function with which error texts begin.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,8 +48,8 @@ CHOICES["clip_gradient"] = ("through", "zero")
 LIMITS = ("cell_clip", "projection_clip")
 """The options that are limits of an LSTM's clips. A limit of 0 or less means no limit."""
 
-ROWS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
-"""The number of rows of each of one direction's arrays: GH for G gates of H units, or P, the size of a projected h."""
+BY_GATE = ("Wx", "Wh", "bx", "bh", "b", "peephole")
+"""The arrays of one direction whose first axis has a block of H numbers for each gate."""
 
 
 class Format(NamedTuple):
@@ -74,6 +70,10 @@ class Format(NamedTuple):
     reverse: bool = False
     is_layer: bool = False
 
+
+Found = tuple[dict[str, "Weights"], dict[str, Any], dict[str, list[str]], list[str]]
+"""What a reader of a file returns: the layers by name, the other arrays by key, the keys of each layer, and notes for
+the user."""
 
 Title = Callable[[int, int, str], str]
 """The type of a function (layer, way, word) that returns the name of an array in a format, for error texts. layer, way:
@@ -145,17 +145,20 @@ class Weights(NamedTuple):
         return [self._replace(layers=[layer]) for layer in self.layers]
 
 
-def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[str, Any]:
-    """Return the parameters of a layer, or the entries of a dict, whose names begin with `prefix`. The names stay
-    unchanged.
+def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> tuple[Any, Mapping[str, Any]]:
+    """Return (named, parameters): the layer of a model that a prefix such as "encoder.lstm." names, and the parameters
+    of the model, or the entries of a dict, whose names begin with `prefix`. The names stay unchanged. With an empty
+    prefix the named layer is `layer` itself; for a dict it has no attributes from which options could be read.
 
     layer: an object with a method `state_dict` or `parameters`, or a dict. op: the public function, for error texts.
     rule: the error text if `layer` is none of these.
     """
     if not isinstance(prefix, str):
         fail(op, "prefix must be a str", repr(prefix))
-    # Raise ValueError for a subclass that may compute something else.
-    class_of(op, "the layer", named_layer(layer, prefix))
+    named = layer
+    for name in prefix.split(".")[:-1]:
+        named = getattr(named, name, None)
+    class_of(op, "the layer", named)  # raises ValueError for a subclass that may compute something else
     for method in ("state_dict", "parameters"):
         if hasattr(layer, method):
             layer = getattr(layer, method)()
@@ -163,15 +166,7 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> Mapping[s
     if not isinstance(layer, Mapping):
         fail(op, rule, type(layer).__name__)
     check_keys(op, layer)
-    return {key: value for key, value in layer.items() if key.startswith(prefix)}
-
-
-def named_layer(module: Any, prefix: str) -> Any:
-    """Return the layer of a model that a prefix such as "encoder.lstm." names; the caller reads its options from its
-    attributes. With an empty prefix return the model itself, for a dict of arrays return None."""
-    for name in prefix.split(".")[:-1]:
-        module = getattr(module, name, None)
-    return module
+    return named, {key: value for key, value in layer.items() if key.startswith(prefix)}
 
 
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
@@ -186,9 +181,8 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
         fail(op, f"options must be those of a {name} cell", ", ".join(sorted(unknown)))
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     if options.get("norm") is not None:
-        fail(
-            op, "norm must be None, as no Weights hold layer normalisation (nn.LSTM(layer_norm=) does)", options["norm"]
-        )
+        rule = "norm must be None, as no Weights hold layer normalisation (nn.LSTM(layer_norm=) does)"
+        fail(op, rule, options["norm"])
     # Check each value by the kind of its option. usual: the default value of the option.
     default = CELLS[name]()
     for key, value in options.items():
@@ -246,9 +240,13 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
         fail(op, "reverse must be False for both directions", True)
     if weights.cell.projection_clip is not None and "Wp" not in first:
         fail(op, "projection_clip must be None without a projection", weights.cell.projection_clip)
-    for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
-        if word not in first:
-            fail(op, f"{title(0, 0, word)} must be there", "no such array")
+    matrices = ["Wx", "Wh", *(["Wp"] if "Wp" in first else [])]
+    for n, layer in enumerate(weights.layers):
+        for way, arrays in enumerate(layer):
+            for word in matrices:
+                if word not in arrays:
+                    fail(op, f"{title(n, way, word)} must be there", "no such array")
+    for word in matrices:
         check_array(op, title(0, 0, word), first[word], ["rows", "columns"])  # two axes of any size
     # Wh has GH rows and P columns. With a projection P is the number of rows of Wp, else P is H.
     rows, columns = first["Wh"].shape
@@ -266,9 +264,6 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     for n, layer in enumerate(weights.layers):
         shapes["Wx"] = [rows, D * P if n else weights.input_size]
         for way, arrays in enumerate(layer):
-            for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
-                if word not in arrays:
-                    fail(op, f"{title(n, way, word)} must be there", "no such array")
             for word, array in arrays.items():
                 if word in others:
                     rule = "all layers have it" if weights.cell.op == "lstm" else "the cell is an LSTM"
@@ -345,27 +340,22 @@ def in_bias(weights: Weights) -> Weights:
     cell = weights.cell
     if not (isinstance(cell, LSTMCell) and cell.forget_bias):
         return weights  # another cell, or a forget bias of 0
-    whole = weights._replace(cell=cell._replace(forget_bias=0.0))
-    return whole.map(lambda arrays: with_forget_bias(arrays, cell.forget_bias))
+
+    def with_forget_bias(arrays: Arrays) -> Arrays:
+        i, f, g, o = mx.split(two_biases(arrays)[0], 4)  # the blocks of bx, by gate
+        return arrays | {"bx": mx.concatenate([i, f + cell.forget_bias, g, o])}
+
+    return weights._replace(cell=cell._replace(forget_bias=0.0)).map(with_forget_bias)
 
 
 def evened(weights: Weights) -> Weights:
     """Return the weights with the same arrays in both directions of each layer. If only one direction has a bias or a
     peephole, the other direction gets zeros. Formats that store both directions in one array need this."""
-
-    def evened_layer(layer: Sequence[Arrays]) -> list[Arrays]:
-        every: Arrays = {name: array for arrays in layer for name, array in arrays.items()}
-        return [{name: arrays.get(name, mx.zeros_like(every[name])) for name in every} for arrays in layer]
-
-    return weights._replace(layers=[evened_layer(layer) for layer in weights.layers])
-
-
-def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:
-    """Return an LSTM's arrays with the number `forget_bias` added to the forget gate's part of the bias `bx` [4H]."""
-    rows = arrays["Wx"].shape[0]
-    bias = arrays.get("bx", mx.zeros((rows,), arrays["Wx"].dtype))
-    i, f, g, o = mx.split(bias, 4)  # by gate
-    return arrays | {"bx": mx.concatenate([i, f + forget_bias, g, o])}
+    layers = []
+    for layer in weights.layers:
+        zeros = {name: mx.zeros_like(array) for arrays in layer for name, array in arrays.items()}
+        layers.append([zeros | arrays for arrays in layer])
+    return weights._replace(layers=layers)
 
 
 def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
@@ -436,8 +426,8 @@ def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array
 
 def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
     """Return one direction's arrays with their rows moved from the gate order `before`, such as "ifgo", to `after`.
-    `Wp` stays as it is, since its rows do not belong to gates."""
-    return {name: reorder(array, before, after) if ROWS[name] == "GH" else array for name, array in arrays.items()}
+    `Wp` and `bhn` stay as they are, since they have no blocks for gates."""
+    return {name: reorder(array, before, after) if name in BY_GATE else array for name, array in arrays.items()}
 
 
 def gate_order(op: str, text: str, usual: str) -> str:
@@ -470,11 +460,6 @@ def to_mlx(array: Any) -> mx.array:
         fail("convert", "arrays must hold numbers", array.dtype)
     # Without a dtype MLX converts float64 to float32.
     return mx.array(array, mx.float64 if array.dtype == np.float64 else None)
-
-
-def to_numpy(array: mx.array) -> np.ndarray:
-    """Return an array as a NumPy array: float64 stays, any other dtype becomes float32."""
-    return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32))
 
 
 def bits(array: mx.array | np.ndarray) -> bytes:

@@ -1,10 +1,5 @@
-"""Check the ops' attributes and the size of the parameter buffer. `convert.cudnn` describes the buffer's layout.
-
-The parameter buffer is one array with all weights and biases. `where` is its `Layout`, which has the sizes of the call:
-L layers, D directions, I input features, H units, P the width of the projection (0 without one), and the flag skip:
-layer 0 has no input matrices. op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op]
-rule but got ...".
-"""
+"""Check the ops' attributes and the size of the parameter buffer, one array with all weights and biases.
+`convert.cudnn` describes the buffer's layout."""
 
 from typing import NamedTuple
 
@@ -22,9 +17,7 @@ class Attributes(NamedTuple):
     """The attributes that all ops of `mlx_lstm.cudnn` have, as the caller passed them."""
 
     rnn_mode: str  # "lstm", "gru", "rnn_tanh" or "rnn_relu"
-    input_mode: (
-        str  # "skip_input": layer 0 has no input matrices; "linear_input", or "auto_select": skip_input if I = H
-    )
+    input_mode: str  # "linear_input", "skip_input": layer 0 has no input matrices, "auto_select": skip_input if I = H
     direction: str  # "unidirectional" or "bidirectional"
     dropout: float  # the probability that an element of a layer's output is dropped, between layers
     seed: int  # its low 32 bits are the high half of the 64-bit random seed of dropout

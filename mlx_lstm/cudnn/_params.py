@@ -3,9 +3,7 @@
 The parameter buffer is one array with all weights and biases of L layers with D directions. TensorFlow calls the
 separate arrays canonical: for each gate g one W_g [H, in], which multiplies the layer's input, and one R_g [H, S],
 which multiplies h, each with a bias [H]. in: the width of the layer's input, H: units, S: the width of h, P: the width
-of the projection. `where` is the `Layout` with these sizes. (The arguments T and S of `cudnn_rnn_params_size` are
-dtypes, as in TensorFlow.) Each op makes `Attributes` of its keywords; the function `layout` checks them and returns the
-`Layout`. op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+of the projection. (The arguments T and S of `cudnn_rnn_params_size` are dtypes, as in TensorFlow.)
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
 """Run a stack of recurrent layers, forward and backward, as the three versions of TensorFlow's CudnnRNN op do.
 
-Every op makes a `Stack`, which does the work: Stack(op, forward_name, attributes, ...). op: the name in error texts.
-forward_name: TensorFlow's name of the forward op. `Attributes` has the keywords that describe the layers. In the first
-two versions all sequences of the batch have length T, there is no projection, and time is the first axis; so they pass
-None as sequence lengths. T: steps, N: batch, I: input features, H: units, S: the width of h, L: layers, D: directions.
+Every op makes a `Stack`, which does the work. In the first two versions all sequences of the batch have length T, there
+is no projection, and time is the first axis; so they pass None as sequence lengths.
 """
 
 from typing import NamedTuple
@@ -58,7 +56,8 @@ def cudnn_rnn(
     stream: Stream = None,
 ) -> CudnnRNNOutput:
     r"""Run a stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`. Sizes: T
-    steps, N sequences in the batch, I input features, H units, S the width of h (here H), L layers, D directions.
+    steps, N sequences in the batch, I input features, H units, S the width of h (H, because this op has no projection),
+    L layers, D directions.
 
     With weights W, R and biases bW, bR of a layer and direction, for each gate:
 

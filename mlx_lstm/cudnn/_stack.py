@@ -1,20 +1,15 @@
 """Run a stack of recurrent layers: each layer is one call of `mlx_lstm.recurrence`. Store the results in the reserve
-space and read them again in the backward pass.
+space, one array, and read them again in the backward pass.
 
-The names of this module are:
-
-- The reserve space is one array in which the forward pass saves what the backward pass needs.
-- params: the parameter buffer, one array with all weights and biases. `layer_arrays` divides it, `join_layers` makes
-  it. where: its `Layout`, with the sizes of the call: L layers, D directions, H units, S the width of h, G gates per
-  unit; mode, the kind of layer ("lstm", "gru", "rnn_relu", "rnn_tanh"); skip, whether layer 0 has no input matrices.
+- params: the parameter buffer, one array with all weights and biases. where: its `Layout`, with the sizes of the call:
+  L layers, D directions, H units, S the width of h, G gates per unit; mode, the kind of layer ("lstm", "gru",
+  "rnn_relu", "rnn_tanh"); skip, whether layer 0 has no input matrices.
 - N: batch, T: steps, I: input features. A dot in a shape stands for any width.
 - The arrays of one layer are in a dict by the names of `mlx_lstm.recurrence`: Wx, Wh, b, bhn (a GRU candidate's
   recurrent bias), the sequences x, h, c and gates [T, N, .], the first states h0, c0, the last states hT, cT [N, .].
   The names of gradients begin with d.
 - first, last: dicts of the states of all layers, [L, N, .].
 - factors: the dropout factors on a layer's h, each 0 or 1 / (1 - probability); None without dropout.
-- op: the name of the user's function in errors. `check_array(op, name, array, shape)` and `fail(op, rule, got)` raise a
-  ValueError; in a shape a string such as "T" stands for any size.
 """
 
 from collections.abc import Sequence
@@ -30,15 +25,7 @@ from ..engines import choice
 from ..engines.choice import Engine, Stream, check_device, on
 from ..engines.problem import Arrays
 from ..engines.tracing import have_values, is_transforming
-from ..ground.checks import (
-    check_array,
-    check_every,
-    check_flag,
-    check_lengths,
-    check_option,
-    check_sizes,
-    fail,
-)
+from ..ground.checks import check_array, check_every, check_flag, check_lengths, check_option, check_sizes, fail
 from ..recurrence import by_layer, join_biases, of_layers
 from ._buffer import Attributes, Layout, check_attributes, check_params, layout
 
@@ -151,11 +138,8 @@ class Stack(NamedTuple):
             saved = unpack(self.op, self.forward_name, shapes, reserve_space, x.dtype)
             # The reserve space lacks h of the top layer, because the caller has it: it is the forward op's output.
             saved[-1]["h"] = self.convert_sequence(outputs[0])
-            dh, last = (
-                self.convert_sequence(cotangents[0]),
-                self.states_by_layer(where, dhT=cotangents[1], dcT=cotangents[2]),
-            )
-            d = last | {"dh": dh}
+            d = self.states_by_layer(where, dhT=cotangents[1], dcT=cotangents[2])
+            d["dh"] = self.convert_sequence(cotangents[0])
             options = {"lengths": lengths, "engine": self.engine}
             gradients = run_layers_backward(where, params, x, first, saved, d, options)
             dx = gradients[0]["x"]
@@ -166,9 +150,8 @@ class Stack(NamedTuple):
             else:  # input_c has no effect, and may be any value
                 dc0 = mx.zeros_like(input_c) if isinstance(input_c, mx.array) else mx.zeros((), input.dtype)
             dparams = join_layers(where, [buffer_gradients(where, layer) for layer in gradients])
-            return CudnnRNNBackpropOutput(
-                self.convert_sequence(dx), self.join_states(where, gradients, "h0"), dc0, dparams
-            )
+            dh0 = self.join_states(where, gradients, "h0")
+            return CudnnRNNBackpropOutput(self.convert_sequence(dx), dh0, dc0, dparams)
 
     def convert_shape(self, shape: Sequence[Any]) -> list[Any]:
         """Convert the shape of a sequence [T, N, .] or of states [L D, N, .] to the caller's layout, or back: if

@@ -206,7 +206,8 @@ def differentiable(
         cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
         # The set `used` contains `MARK` if MLX asks for the gradient of x; otherwise the engine leaves this gradient
         # out. From now on `used` names all outputs, because a second derivative calls this rule again. Each output may
-        # then have a cotangent that did not come through a tap: the backward pass reads the outputs directly.
+        # then have a cotangent that did not come through a tap (the identity after an output, which adds the output's
+        # name to `used`): the backward pass reads the outputs themselves.
         left_out = ("x",) if marks and MARK not in used else ()
         used.discard(MARK)
         used.update(visible)
@@ -375,7 +376,7 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
     - `fused`, `stepwise` in training: MLX gets the gates. There is one exception, if `stepwise.keeps_rows`: each launch
       of `stepwise` computes one step and writes a row of results, gates among them. Python saves these rows, in up to
       20 arrays, under the name `stepwise.ROWS`. If MLX got these arrays, too, building and freeing its graph would take
-      half as long again.
+      1.5 times as long.
     - `fused`, `stepwise` without training: Python saves None, because they compute no gates.
     - `numpy`: Python saves the gates.
 
@@ -557,8 +558,8 @@ def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
 
 def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: str) -> Any:
     """Return a function that computes the same as `function`. Asking for a derivative of the returned function raises a
-    RuntimeError with the text `error`. `function` takes at least two arrays: for one array MLX would pass the rule for
-    mx.vmap an array instead of a tuple."""
+    RuntimeError with the text `error`. `function` takes at least two arrays: with only one, MLX would call the rule for
+    mx.vmap with an array instead of a tuple."""
 
     def refuse(*arguments: object) -> NoReturn:
         raise RuntimeError(error)
@@ -583,7 +584,7 @@ def with_derivatives_of(
 ) -> Any:
     """Return a function that computes its results with `function`, and the derivatives of these results with `plain`.
     Both compute the same results, but the results of `function` have no graph, so MLX can differentiate only `plain`.
-    Both take at least two arrays: for one array MLX would pass the rules below an array instead of a tuple."""
+    Both take at least two arrays: with only one, MLX would call their rules with an array instead of a tuple."""
 
     # The rule for mx.vmap: map both functions over the axes that MLX names. Return the results, and for each result the
     # axis along which it is mapped (0). `function` evaluates its arguments; `with_graphs_kept` keeps their graphs,

@@ -11,8 +11,8 @@ an engine needs for it:
     recurrent     whether h is multiplied by Wh
     params        the name of the array with numbers per unit that a step reads; "" for none
     inputs        how many blocks of H numbers a step reads besides the preactivations
-    gradients     how many gradients of preactivations a kernel's backward pass stores
-    summed        of how many numbers per unit a kernel sums the gradient over the steps
+    gradients     how many gradients of preactivations a kernel's backward pass stores per unit and step
+    summed        the number of parameters per unit whose gradients a kernel sums over the steps
     passes_h      whether a step reads h itself, not only its product with Wh
     reads_h       whether the gradient of a step reads h before or after the step
     stops_c       whether the clip of c makes gradients 0 where it changed c; stops_h: likewise for a projected h
@@ -246,7 +246,7 @@ class PointwiseCell(NamedTuple):
 
     @property
     def gradients(self) -> int:
-        """The number of gradients of preactivations that a kernel's backward pass stores."""
+        """The number of gradients of preactivations that a kernel's backward pass stores per unit and step."""
         return len(self.graph.stored_gradients)
 
     @property

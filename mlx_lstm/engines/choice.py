@@ -139,9 +139,9 @@ def choose(
         check_integer(op, f"size {name} of sizes", size, least=1) for name, size in zip("TBIH", sizes, strict=True)
     )
     names = ("Wp",) if projection else ()
-    # plain=True: the choice for a call outside of mx.grad, where the rule of `is_small_step` does not apply. limits:
-    # the ordinary limits, with the caller's number of GPU cores. The second H of `Problem` is the width of h, on which
-    # the choice does not depend.
+    # plain=True: choose as for a call outside of mx.grad. The rule of `is_small_step` is only for calls inside of
+    # mx.grad. limits: the ordinary limits, with the caller's number of GPU cores. The second H of `Problem` is the
+    # width of h, on which the choice does not depend.
     options = {"packing": packing, "plain": True, "limits": LIMITS._replace(cores=cores)}
     problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, **options)
     return decide(problem, table, op, requested, Place(device, metal, traced), refused=refused)
@@ -163,7 +163,7 @@ def decide(
     checked.
 
     table: measurements that say which Metal engine is faster. If there are none, `table.engines` is empty, and
-    `table.source` says why. `table.trusts` says whether an engine failed in no measurement at this batch size. op: the
+    `table.source` says why. `table.trusts` says whether an engine passed all measurements at this batch size. op: the
     op that an error names. requested: the engine that the caller forces. If it cannot run, an error is raised. If it is
     None, the fastest engine that can run is returned. place: where the call runs. refused: engines that failed a test
     run, with reasons.
@@ -224,7 +224,8 @@ def check_engine(op: str, engine: Any) -> Engine | None:
 
 
 def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
-    """Raise ValueError if the device of the stream does not support this dtype. op: as in `check_engine`."""
+    """Raise ValueError if the device of the stream does not support this dtype. op: the name of the public function,
+    for the error text."""
     if device != "cpu" and dtype == mx.float64:
         raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
 
@@ -295,8 +296,8 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
     it is too long for one graph."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H  # width: the numbers of all gates of an item
     # longest: the largest number of steps in one graph of this engine; tests change it (`unchunked`). For `numpy`,
-    # which builds no graph, it is 0: a call is divided only if the caller asks for it (`every`), and each chunk is then
-    # evaluated before the next one (`is_long`).
+    # which builds no graph, a call is divided only if the caller asks for it (`every`). Its 0 has the effect that each
+    # chunk is then evaluated before the next one (`is_long`).
     longest = LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
     if every is not None:
         # With K steps per chunk the forward pass saves T / K states, and the backward pass needs the arrays of K steps.
@@ -304,8 +305,8 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
         # state, so K is sqrt(T) / 4 there.
         auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
         # `numpy` has a fixed cost per chunk, which is small if a chunk has at least ROWS rows (steps x batch). So its
-        # chunks have as many steps, but not more than T / 8: the gates and states of T / 8 steps take less than half
-        # the memory of h and dx of all steps, so the option still saves memory.
+        # chunks have ROWS / B steps or more, but for this reason not more than T / 8: the gates and states of T / 8
+        # steps take less than half the memory of h and dx of all steps, so the option still saves memory.
         if engine == "numpy":
             auto = max(auto, min(ROWS // B, T // 8))
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True, is_long=longest < T)

@@ -83,8 +83,9 @@ class Chunked:
 
     In addition to the engine's outputs `forward` returns the states at the start of each chunk, from which `backward`
     runs each chunk: h_starts [N, B, D P] and c_starts [N, B, D H], in the order of time, for N chunks, B batch items, D
-    directions, the width P of h and the width H of c. If chunks are evaluated, their results have no graph. Then MLX
-    gets only some of them, and arrays of zeros in place of others: see `saved_of`, `stand_ins` and `real_sequences`.
+    directions, the width P of h and the width H of c. If chunks are evaluated, their results have no graph. Then the
+    function that MLX differentiates returns only some of them, and arrays of zeros in place of others, which hold the
+    place of the results: see `saved_of`, `stand_ins` and `real_sequences`.
     """
 
     def __init__(self, chunks: Chunks, engine: str, module: Any, batch_first: bool, evaluates: bool):
@@ -101,12 +102,12 @@ class Chunked:
         self.eager: bool = evaluates
         self.takes_numpy: bool = False
         self.pending: list[Array] = []
-        # held: the sequences that `forward` computed, until the caller gets them; MLX has arrays of zeros in their
-        # place (see `stand_ins`). dtypes: the dtypes of the outputs that MLX gets.
+        # held: the sequences that `forward` computed, until the caller gets them; the function that MLX differentiates
+        # returns zeros in their place (see `stand_ins`). dtypes: the dtypes of the results of this function.
         self.held: Arrays = {}
         self.dtypes: dict[str, mx.Dtype] = {}
 
-    # --- The outputs that MLX gets -----------------------------------------------------------------------------------
+    # --- The results returned to MLX ---------------------------------------------------------------------------------
 
     def saved_of(self, problem: Problem) -> tuple[list[str], list[str]]:
         """Return two lists of names: the outputs that MLX gets, and the results that only Python saves for the backward
@@ -164,8 +165,9 @@ class Chunked:
         if self.engine == "numpy" and dtype.size > 2:
             outputs = self.module.forward(problem._replace(training=False, wants_last=True), arrays)
             return outputs | self.starts(problem, arrays, outputs)
-        # sequences: for each output that has steps, a buffer into which the chunks write. widths: the width of its last
-        # axis for one direction; c has `carried` blocks of H numbers, gates have `kept` blocks.
+        # sequences: for each output with a time axis, a buffer into which the chunks write. widths: the width of its
+        # last axis for one direction: c has H numbers for each of the `carried` states besides h, the gates have H for
+        # each of the `kept` values that the backward pass reads.
         saved, sequences = self.results_saved(problem) if problem.training else [], {}
         widths = {"h": P, "c": problem.cell.carried * H}
         if problem.return_gates or "gates" in saved:
@@ -327,7 +329,7 @@ class Chunked:
         bounds = [(start, min(start + self.steps, problem.T)) for start in range(0, problem.T, self.steps)]
         return bounds[::-1] if problem.reverse else bounds
 
-    # --- Arrays between chunks ---------------------------------------------------------------------------------------
+    # --- How chunks pass arrays on -----------------------------------------------------------------------------------
 
     def begin(self, problem: Problem, eager: bool) -> None:
         """Prepare the attributes for a forward or backward pass over all chunks. eager: whether each chunk is evaluated
@@ -448,13 +450,13 @@ class SequenceBuffer:
         return mx.swapaxes(self.memory, 0, 1) if self.batch_first else self.memory
 
 
-# --- All steps in one graph, without chunks --------------------------------------------------------------------------
+# --- A graph that MLX can differentiate ------------------------------------------------------------------------------
 
 
 def plain_outputs(problem: Problem, arrays: Arrays, chunked: Chunked) -> Arrays:
-    """Return the outputs of the engine `ops` as a graph that MLX can differentiate. It is a graph in chunks or, if
-    `chunked` evaluates its chunks, which leaves no graph, a graph of all steps at once. Then `chunked.dtypes` has the
-    dtypes that the outputs of the call have."""
+    """Return the outputs of the engine `ops` as a graph that MLX can differentiate. If `chunked` does not evaluate its
+    chunks, it is the graph of the chunks. Evaluated chunks leave no graph, so the graph then has all steps at once;
+    `chunked.dtypes` has the dtypes of the call's outputs."""
     if not chunked.evaluates:
         return chunked.forward(problem, arrays)
     outputs = ops.forward(problem, for_engine("ops", arrays))
@@ -516,8 +518,7 @@ def memory_of(array: Array) -> np.ndarray:
 
 
 def copied_to_mlx(memory: np.ndarray) -> Array:
-    """Return a view from `memory_of` as an MLX array. The values are copied, so the array does not belong to a
-    graph."""
+    """Copy a NumPy view that `memory_of` made of an MLX array to a new MLX array, which belongs to no graph."""
     if any(stride < 0 for stride in memory.strides):  # MLX does not accept a reversed view
         memory = memory.copy()
     array = mx.array(memory, mx.float64 if memory.dtype == np.float64 else None)

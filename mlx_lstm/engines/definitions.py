@@ -10,8 +10,8 @@ A definition is called as lstm(cell, a, v, s):
             mask. W: the matrix of a second product, which is the projection Wp of an LSTM or the candidate's rows of Wh
             of a GRU. peephole: the weights p by gate. limit, projection limit: of the clips of c and of a projected h.
             norm: a function, the layer normalisation of c
-    s       the activations and other functions by name. `FUNCTIONS` computes; `engines.cell_tracer` passes functions
-            that write a graph
+    s       the activations and other functions by name. The functions in `FUNCTIONS` compute values; those that
+            `engines.cell_tracer` passes write a graph
 
 and returns ([h, c], gates), with the states after the step, h first, and the gates by letter. `known(engine, s, name)`
 returns s[name], or raises an error that names the engine if there is no such activation.
@@ -93,8 +93,9 @@ def before_norm(d: Array, y: Array, r: Array) -> Array:
 
 
 class ScaledNorm:
-    """Layer normalisation of arrays [.., n] in blocks, then a scale and a shift [n]. If `scale` is None, the scale is
-    1; if `shift` is None, the shift is 0. eps: the number that is added to each variance."""
+    """Layer normalisation of arrays [.., n]: the last axis has `blocks` equal parts, each normalised by itself. Then
+    the array is multiplied by a scale [n], and a shift [n] is added. If `scale` is None, the scale is 1; if `shift` is
+    None, the shift is 0. eps: the number that is added to each variance."""
 
     def __init__(self, blocks: int, eps: float, scale: Array | None, shift: Array | None):
         self.blocks, self.eps, self.scale, self.shift = blocks, eps, scale, shift

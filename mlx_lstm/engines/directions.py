@@ -49,7 +49,8 @@ def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict
 
 
 def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
-    """Return the part of one array that belongs to direction d, as the table at the head of this module says."""
+    """Return the part of one array that belongs to direction d, as the table at the head of this module says. projects:
+    whether the call has Wx, so that both directions read the same x."""
     # Both directions read these arrays as a whole. `is_shared`: the mask has one column, so it is broadcast over h.
     if name == "lengths" or (name == "x" and projects) or (name == "mask" and is_shared(array)):
         return array

@@ -1,7 +1,8 @@
 """The class `Problem`, which describes a recurrence without its arrays, and the names and shapes of these arrays.
 
 The arrays of a call with one direction have these shapes. T: time steps, B: batch items, I: input features, H: hidden
-units, P: the width of h (H, or the width of the projection), G: gates. D: directions, 1 or 2.
+units, P: the width of h (H, or the width of the projection), G: gates. bhn: the recurrent bias of a GRU's candidate.
+mask: a factor on h before the recurrent product. keep: a factor on the states before each step.
 
     x [T, B, I], or [T, B, G H] without Wx   Wx [G H, I]   Wh [G H, P]   b [G H]   bhn [H]   peephole [4H]   Wp [P, H]
     norm_scale [G H]   norm_shift [G H]   norm_c_scale [H]   norm_c_shift [H]
@@ -126,7 +127,7 @@ class Problem(NamedTuple):
     plain: whether nobody can ask for a gradient, so that the outputs need no gradient function.
     return_gates, wants_last: whether the caller wants `gates`, and `hT`, `cT`.
     cotangents: the outputs that have a cotangent, for a gradient op; None for a forward op.
-    cut: a measured choice of how `fused` divides its work, or None if `fused` uses its own rules.
+    cut: a measured choice of how the engine `fused` divides its work, or None if `fused` uses its own rules.
     chunks: how the sequence is divided in time, or None if it is not divided.
     packing: how weights are quantized, or None if no weight is quantized.
     limits: the sizes above which different kernels run.

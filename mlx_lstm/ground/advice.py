@@ -1,17 +1,14 @@
 """Put advice into the error texts of layers: if a user writes a name of another framework, such as `device=` or
-`.to()`, the error says what to write here.
-
-`Advised` is the base class of the layers. `advised` decorates their constructors and their `__call__`. op: a layer's
-name in error texts, such as "nn.LSTM" or "torch.GRU". The tables below map names of other frameworks to advice.
-"""
+`.to()`, the error says what to write here. The tables below map names of other frameworks to advice."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from .checks import fail
+from .checks import check_array, fail
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Self = TypeVar("Self", bound="Advised")
@@ -89,7 +86,7 @@ def missing(module: str, name: str, names: Iterable[str]) -> AttributeError:
 
 class Advised(nn.Module):
     """Base class of layers. If a user calls a method that only other frameworks have, such as `.to()`, the
-    AttributeError says what to use here."""
+    AttributeError says what to use here. It also reads and checks a layer's parameters."""
 
     op: str  # the layer's name in error texts
 
@@ -103,6 +100,15 @@ class Advised(nn.Module):
     def eval(self: Self) -> Self:
         """Set evaluation mode; return the layer."""
         return self.train(False)
+
+    def _parameter(self, name: str) -> Any:
+        """Return the parameter of this name; raise ValueError if it is no MLX array. A quantized layer overrides this
+        method and returns a weight as `Quantized`."""
+        array: Any = self.get(name)
+        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
+            array = getattr(self, name, array)
+            check_array(self.op, name, array, shape=None)  # raises the error
+        return array
 
     def __getattr__(self, key: str) -> Any:
         if key not in ATTRIBUTES or key in self:

@@ -2,7 +2,7 @@
 value." Show each warning once, at the caller's line.
 
 op: the name of the function or layer that the user called. name: the name of the argument. why: a reason or advice that
-is added to the rule. A check either returns the value, or raises a ValueError.
+is added to the rule.
 """
 
 import math

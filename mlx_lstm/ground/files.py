@@ -2,7 +2,6 @@
 
 `foreign` is the only function of the package that opens a file from an unknown source. Such a file may declare a wrong
 format, wrong sizes or wrong names. Its `Budget` limits bytes, names, levels and time, whatever the file declares.
-`broken(text)` raises the ValueError of a damaged file; `shown` makes a name from such a file safe to print.
 
 A safetensors file is a header in JSON, then the bytes of the arrays. An .npy file is a header and one array; an .npz
 file is a zip of .npy files.

@@ -1,8 +1,7 @@
 """Describe the machine (chip, system, versions), start Python as a child process, and run commands to their end.
 
 A child is a process that this process starts. A command is a program of this package, such as `python -m
-mlx_lstm.check`. The operating system sends a process the signal SIGTERM to end it, SIGHUP when its terminal is closed,
-and SIGALRM when a timer ends.
+mlx_lstm.check`.
 """
 
 import errno

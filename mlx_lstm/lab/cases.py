@@ -148,16 +148,14 @@ def draw(
     norm: NormOptions | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return a case (a dict of random arrays and options for the op). `dtype` is a NumPy dtype or the name of an MLX
-    dtype. For an MLX dtype the arrays are float32 with values that this dtype can represent.
-
-    sizes: T time steps, B sequences, I inputs, H hidden units, P numbers in a projected h. projection, peephole:
-    whether to add these arrays. projected_x: whether x is the input's part of the preactivations, so that there is no
-    Wx. mask: the shape of the mask, a factor on the h that a step reads; "P" stands for the size of h (of both
-    directions). keep: whether to add a random array `keep` (factors on the states), some of whose values are 0 and 1.
-    recurrent: the standard deviation of Wh. norm: the kind of layer normalisation, whose arrays are then added.
-    options: other arguments of the op; None, such as b=None, removes an array.
-    """
+    """Return a case (a dict of random arrays and options for the op). dtype: a NumPy dtype, or the name of an MLX
+    dtype; then the arrays are float32 with values that it can represent. sizes: T time steps, B sequences, I inputs, H
+    hidden units, P numbers in a projected h. projection, peephole: whether to add these arrays. projected_x: x is the
+    input's part of the preactivations, and there is no Wx. mask: the shape of the mask, a factor on the h that a step
+    reads; "P" stands for the size of h (of both directions). keep: whether to add an array `keep` (factors on the
+    states), some of whose values are 0 and 1. recurrent: the standard deviation of Wh. norm: the kind of layer
+    normalisation, whose arrays are then added. options: other arguments of the op; None, such as b=None, removes an
+    array."""
     T, B, I, H, P = sizes
     # D: directions, G: gates. own: the size of the first axis of arrays that have an axis for the direction, else ().
     # P: from here on the numbers in the h of one direction, with or without a projection.
@@ -189,24 +187,16 @@ def draw(
         factors = [1, *rng.uniform(-1, 1.5, 4), *([] if kinked else [0])]
         arrays["keep"] = rng.choice(factors, (T, B, 2) if bidirectional else (T, B))
     # The defaults are left out: the op `lstm` and one direction.
-    chosen = {"op": op, "bidirectional": bidirectional}
-    chosen = {name: value for name, value in chosen.items() if value not in ("lstm", False)}
-    return stored(arrays, dtype) | options | chosen
+    options |= ({} if op == "lstm" else {"op": op}) | ({"bidirectional": True} if bidirectional else {})
+    return stored(arrays, dtype) | options
 
 
-def stored(arrays: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+def stored(arrays: Tensors, dtype: DTypeLike) -> Tensors:
     """Return the arrays converted to a dtype. If `dtype` is the name of an MLX dtype, the arrays are float32 with
     values that the MLX dtype can represent."""
     if not isinstance(dtype, str):
         return {name: array.astype(dtype) for name, array in arrays.items()}
-    return as_represented({name: array.astype(np.float32) for name, array in arrays.items()}, dtype)
-
-
-def as_represented(arrays: Tensors, dtype: str) -> Tensors:
-    """Return float32 arrays whose values are rounded to values that the MLX dtype named `dtype` can represent."""
-    if dtype == "float32":
-        return arrays
-    return {name: np.array(mx.array(a).astype(DTYPES[dtype]).astype(mx.float32)) for name, a in arrays.items()}
+    return {name: np.array(to_mlx(array, DTYPES[dtype]).astype(mx.float32)) for name, array in arrays.items()}
 
 
 def draw_cotangents(
@@ -219,9 +209,8 @@ def draw_cotangents(
 def draw_away_from_kinks(
     seed: int, margin: float = KINK_MARGIN, **options: Any
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Draw random pairs (case, cotangents) until in one of them no argument of relu, of hard_sigmoid or of a clip that
-    stops gradients is closer than `margin` to a kink. Return this pair. A rounding error could move a closer argument
-    across the kink, and the gradient would jump."""
+    """Draw random pairs (case, cotangents) and return the first one in which no argument of relu, of hard_sigmoid or of
+    a clip that stops gradients is closer than `margin` to a kink, across which a rounding error could move it."""
     rng = np.random.default_rng(seed)
     dtype = options.get("dtype", np.float64)
     for _ in range(200):
@@ -251,8 +240,7 @@ def to_mlx(array: ArrayLike, dtype: mx.Dtype) -> mx.array:
 
 
 def as_arguments(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a case as the keyword arguments of a public function. An object `Norm` replaces the case's options of
-    layer normalisation and its scales and shifts."""
+    """Return a case as the keyword arguments of a public function, with its layer normalisation as an object `Norm`."""
     rest = {name: value for name, value in case.items() if name not in (*NORMS, "norm")}
     if case.get("norm") is not None:
         of_norm = {name: case[name] for name in NORMS if name in case}
@@ -261,9 +249,8 @@ def as_arguments(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run(case: Case, engine: str, training: bool = True, dtype: mx.Dtype | None = None) -> dict[str, mx.array]:
-    """Run a case on an engine and return its outputs and, with training, its gradients, as lazy arrays by name.
-    Quantized weights replace the arrays of the same names and have no gradient. dtype: the dtype of the arrays; None:
-    the case's."""
+    """Run a case on an engine. Return its outputs and, with training, its gradients, as lazy arrays by name. Quantized
+    weights replace the arrays of the same names and have no gradient. dtype: of the arrays; None: the case's."""
     dtype = dtype or DTYPES[case.dtype]
     arrays = {name: to_mlx(array, dtype) for name, array in case.arrays.items() if name not in case.weights}
     # In a case without Wx the op needs Wx=None. In other cases the array Wx replaces this None.
@@ -283,12 +270,9 @@ def run(case: Case, engine: str, training: bool = True, dtype: mx.Dtype | None =
 
 
 def hindrance(engine: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, **options: Any) -> str:
-    """Return the reason why an engine cannot run a recurrence of these sizes (T, B, I, H) on this machine, or "" if it
-    can.
-
-    `options` are arguments of `engines.choose`. By default `device` and `metal` describe this machine; for `numpy` the
-    device is always the CPU. `traced` is False: the call is not inside a transformation such as `mx.compile`.
-    """
+    """Return why an engine cannot run a recurrence of these sizes (T, B, I, H) on this machine, or "". options:
+    arguments of `engines.choose`. By default `device` and `metal` describe this machine (for `numpy` always the CPU),
+    and the call is not `traced`, that is inside a transformation such as `mx.compile`."""
     options = {"device": choice.current_device(), "metal": choice.has_metal(), "traced": False} | options
     options |= {"device": "cpu"} if engine == "numpy" else {}
     try:

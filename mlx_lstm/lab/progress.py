@@ -19,9 +19,8 @@ T = TypeVar("T")
 
 
 class Progress:
-    """A context that shows the progress of a command on `out` (default: stderr). In a terminal a thread redraws one
-    line each second. Otherwise the thread prints a line every `EVERY` seconds. The line contains `title` and then the
-    latest text passed to `say`."""
+    """A context that shows the progress of a command on `out` (default: stderr): `title`, then the latest text passed
+    to `say`. In a terminal a thread redraws one line each second; otherwise it prints a line every `EVERY` seconds."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out: TextIO = sys.stderr if out is None else out
@@ -69,15 +68,13 @@ class Progress:
         self.say("")
 
     def print(self, text: str, file: TextIO | None = None) -> None:
-        """Remove the progress line and print a text in its place. The next call of `say` shows the progress line
-        again, below the text."""
+        """Print a text in the place of the progress line, which the next call of `say` shows again."""
         self.say("")
         with self.lock:
             print(text, file=file, flush=True)
 
     def redraws(self) -> bool:
-        """Return whether `out` is a terminal that can erase a line. A terminal of the kind "dumb" shows `ERASE` as
-        text."""
+        """Return whether `out` is a terminal that can erase a line; one of the kind "dumb" shows `ERASE` as text."""
         return self.out.isatty() and os.environ.get("TERM") != "dumb"
 
     def redraw(self) -> None:

@@ -29,8 +29,7 @@ shows the ones that are set."""
 
 
 def machine_card(command: str, device: str) -> dict[str, str]:
-    """Return a dict of everything about this machine that measured times depend on: chip, cores, system, versions,
-    threads, load, command."""
+    """Return everything about this machine that measured times depend on, by name."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     set_here = [f"{name}={os.environ[name]}" for name in THREAD_SETTINGS if name in os.environ]
     return {

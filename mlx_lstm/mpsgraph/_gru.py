@@ -4,9 +4,7 @@ package have in common.
 Each op checks its arguments, converts them to those of `mlx_lstm.gru` or `gru_gradients` (`translate`), and returns
 Apple's list of results. Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x),
 recurrent_weight (Wh), secondary_bias (bhn), z_state (zState, the gates), output_fwd (h). Apple's gate o is the gate n
-of `mlx_lstm.gru`. A descriptor is an object with the options of an op. PROPERTIES: {cell: the descriptor's properties
-that name activations}. MPSGRAPH: {cell: Apple's gate orders, (with the flag off, with the flag on)}. E:name is an
-experiment that finds out on a Mac what Apple's text leaves open. op: the name of the function in errors.
+of `mlx_lstm.gru`.
 """
 
 from collections.abc import Sequence
@@ -93,7 +91,8 @@ def gru(
     Args:
         source (array): [T, N, I], T steps, N batch items, I inputs; H units. Without input_weight [T, N, 3H], which is
             added to the gates directly.
-        recurrent_weight (array): R, [3H, H].
+        recurrent_weight (array): R, [3H, H]. The order of the gates in R, W and b is z, r, o; with reset_gate_first it
+            is r, z, o.
         input_weight (array, optional): W, [3H, I].
         bias (array, optional): b, [3H].
         init_state (array, optional): h before the first step, [N, H] or [1, N, H]. Default: zeros.
@@ -199,7 +198,7 @@ def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: s
         # title: the argument's name in Python, and Apple's spelling.
         fail(op, f"{title('secondary_bias')} must be None without descriptor.reset_after", "an array")
     return arguments | {
-        # MPSGRAPH["gru"]: the gate orders (with the flag off, with the flag on).
+        # MPSGRAPH["gru"]: the gate orders with reset_gate_first False and True.
         "gate_order": MPSGRAPH["gru"][descriptor.reset_gate_first],
         "activations": activation_names(op, descriptor, PROPERTIES["gru"], hard_sigmoid),  # of r, z, n
         "reset": "after" if descriptor.reset_after else "before",

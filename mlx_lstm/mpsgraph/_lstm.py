@@ -4,9 +4,7 @@ package have in common.
 Each op checks its arguments, converts them to those of `mlx_lstm.lstm` or `lstm_gradients` (`translate`), and returns
 Apple's list of results. Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x),
 recurrent_weight (Wh), z_state (zState, the gates), cell_output_fwd (c). Apple's gate z is the gate g of
-`mlx_lstm.lstm`. A descriptor is an object with the options of an op. PROPERTIES: {cell: the descriptor's properties
-that name activations}. MPSGRAPH: {cell: Apple's gate orders, (with the flag off, with the flag on)}. E:name is an
-experiment that finds out on a Mac what Apple's text leaves open. op: the name of the function in errors.
+`mlx_lstm.lstm`.
 """
 
 from collections.abc import Sequence
@@ -225,7 +223,7 @@ def translate(
     # `translated` returns the arrays by the names of `mlx_lstm.lstm`; WORDS is the dict {Apple's name: this name}.
     arguments = translated(op, arrays, G=4, words=WORDS, descriptor=descriptor, mask_layout=mask_layout)
     return arguments | {
-        # MPSGRAPH["lstm"]: the gate orders (with the flag off, with the flag on).
+        # MPSGRAPH["lstm"]: the gate orders with forget_gate_last False and True.
         "gate_order": MPSGRAPH["lstm"][descriptor.forget_gate_last],
         "activations": activation_names(op, descriptor, PROPERTIES["lstm"], hard_sigmoid),  # of i, f, g, o, output
         "output_peephole": output_peephole,

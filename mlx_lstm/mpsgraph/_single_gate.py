@@ -3,9 +3,7 @@ what all ops of the package have in common.
 
 Each op checks its arguments, converts them to those of `mlx_lstm.rnn` or `rnn_gradients` (`translate`), and returns
 Apple's list of results. Sizes: T time, N batch, I input, H hidden. Apple's names are in Python's spelling: source (x),
-recurrent_weight (Wh), z_state (zState, an array that the gradient op reads). A descriptor is an object with the options
-of an op. E:name is an experiment that finds out on a Mac what Apple's text leaves open. op: the name of the function in
-errors.
+recurrent_weight (Wh), z_state (zState, an array that the gradient op reads).
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,9 @@
 """Check the arguments of the MPSGraph ops and their layouts, convert masks, and make the lists of gradients.
 
-The names of this module are:
-
 - Sizes as Apple writes them: T time, N batch, I input, H hidden. D: 2 with `bidirectional`, else 1. G: gates of the op.
 - A layout is a list with one string per axis, such as ["T", "N", "4H"]. sizes: {letter: number}, such as {"T": 10}.
 - arrays: a dict by Apple's names in Python's spelling: source (x), recurrent_weight (Wh), source_gradient (dh) and so
   on. present: the arrays that are not None. words: {Apple's name: the name in `mlx_lstm.recurrence`}.
-- descriptor: the object with the options of an op.
-- leading_ones: names of arguments whose gradients get two leading axes of size 1.
-- op: the name of the function in errors. `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
-  `check_array(op, name, array, shape)` raises it unless the argument is an MLX array of floats with this shape.
 """
 
 import re

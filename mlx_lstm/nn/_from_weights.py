@@ -1,10 +1,7 @@
 """Make a layer with any option of the cell from weights of any format.
 
 A `Weights` has the weights of a stack of layers, in the same layout for all file formats, and the cell (the formula and
-its options). B: sequences, T: steps, I: input features, H: units, P: the width of h, K: layers, D: directions. `Call`
-runs one layer. `to_ops` returns for each layer a dict of arrays by the argument names of `lstm`, `gru` or `rnn`.
-`fail(OP, rule, got)` raises the ValueError "[nn.from_weights] rule but got ..."; `check_array(OP, name, array, shape)`
-checks a shape, in which a string such as "B" stands for any size.
+its options). B: sequences, T: steps, I: input features, H: units, P: the width of h, K: layers, D: directions.
 """
 
 from collections.abc import Sequence
@@ -31,11 +28,7 @@ from ..recurrence import (
     whole_steps,
 )
 
-OP = "nn.from_weights"
-"""The function that error texts begin with."""
-
-REVERSE = "layers must run forward, because the reverse direction starts at the end of the sequence,"
-"""The rule in the error of a stepper that refuses layers which run in reverse."""
+OP = "nn.from_weights"  # the name of the function in error texts
 
 
 class Recurrence(nn.Module):
@@ -137,7 +130,8 @@ class Recurrence(nn.Module):
         """
         op = f"{OP}.stepper"
         if self._sizes[0] == 2 or self._is_reverse:
-            fail(op, REVERSE, "both directions" if self._sizes[0] == 2 else "the reverse direction")
+            rule = "layers must run forward, because the reverse direction starts at the end of the sequence,"
+            fail(op, rule, "both directions" if self._sizes[0] == 2 else "the reverse direction")
         # read: returns each layer's cell, parameters and engine; the stepper calls it again if parameters have changed.
         read = lambda: [(self._cell, arrays, self.engine) for arrays in self.layers]  # noqa: E731
         # is_stack=True: the states of a single layer are [1, ..., H], too, as this class takes and returns them.

@@ -1,18 +1,12 @@
 """The recurrent layers of `mlx.nn`, computed by `mlx_lstm.recurrence`, with float or quantized weights.
 
-`Layer` is the base class: it has the constructor, the checks, and the call of the recurrence. A subclass adds its cell
-(the formula), its number of gates (`_gates`), and `_names`, {parameter: argument of `mlx_lstm.lstm`, `gru` or `rnn`}.
+`Layer` is the base class: it has the constructor, the checks, and the call of the recurrence. A subclass adds the class
+of its cell (the formula), and `_names`, {parameter: argument of `mlx_lstm.lstm`, `gru` or `rnn`}.
 
-- D: features of the input (input_size; `mlx.nn` prints it as input_dims), H: hidden units (hidden_size), L: time steps,
-  B: sequences, "...": any number of batch axes. hidden and cell are the states h and c.
-- keep: a factor on the states before a step. hold: steps that leave the states unchanged. lengths: the number of steps
-  of each sequence.
-- op: the name of the layer in errors, such as "nn.LSTM". `fail(op, rule, got)` raises the ValueError "[op] rule but got
-  ...". `advised` adds advice to the error of a method that gets an option which it does not have.
-- `NormOptions` has the options of layer normalisation without arrays. `norm_given` returns the `Norm` that a user would
-  write for them.
-- NONLINEARITIES: the functions that `mlx_lstm.rnn` has as activations. `activation_of` returns the name of such an
-  activation.
+D: features of the input (input_size; `mlx.nn` prints it as input_dims), H: hidden units (hidden_size), L: time steps,
+B: sequences, "...": any number of batch axes. hidden and cell are the states h and c. keep: a factor on the states
+before a step. hold: steps that leave the states unchanged. lengths: the number of steps of each sequence. op: the name
+of the layer in errors, such as "nn.LSTM".
 """
 
 import math
@@ -31,16 +25,7 @@ from ..engines.cells import Cell, GRUCell, LSTMCell, NormOptions, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.packing import Quantized, Weight
 from ..ground.advice import Advised, advised
-from ..ground.checks import (
-    NO_UNITS,
-    check_array,
-    check_every,
-    check_flag,
-    check_integer,
-    chosen_options,
-    fail,
-    instead_of,
-)
+from ..ground.checks import NO_UNITS, check_every, check_flag, check_integer, chosen_options, fail, instead_of
 from ..recurrence import (
     Call,
     Hold,
@@ -68,13 +53,20 @@ class Layer(Advised):
     checkpoint_every: int | str | None
     engine_used = engine_used
     _norm: NormOptions | None = None  # the options of layer normalisation; None without it
-    _gates: int  # number of gates: a weight matrix has H rows for each gate
+    _cell_class: type[Cell]  # its attribute `gates`: a weight matrix has H rows for each gate
     _names: ClassVar[dict[str, str]]  # {parameter: argument of mlx_lstm.lstm, gru or rnn}, the input weight first
 
+    @advised
     def __init__(
-        self, input_size: int, hidden_size: int, bias: bool, checkpoint_every: int | str | None, engine: Engine | None
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        *,
+        layer_norm: bool | Norm = False,
+        checkpoint_every: int | str | None = None,
+        engine: Engine | None = None,
     ):
-        """Check the options, and draw random parameters. The subclasses describe the arguments."""
         super().__init__()
         I = check_integer(self.op, "input_size", input_size, least=1)
         H = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
@@ -83,22 +75,18 @@ class Layer(Advised):
         self.hidden_size = H
         self.engine = check_engine(self.op, engine)
         self.checkpoint_every = check_every(self.op, checkpoint_every)
-        rows, scale = self._gates * H, 1.0 / math.sqrt(H)
+        gates = self._cell_class.gates
+        rows, scale = gates * H, 1.0 / math.sqrt(H)
         shapes = {"Wx": (rows, I), "Wh": (rows, H), "b": (rows,), "bhn": (H,)}
         # Draw in the same order as the layer of mlx.nn, so that the same random seed gives the same parameters.
         for name, argument in self._names.items():
             is_absent = argument in ("b", "bhn") and not bias
             setattr(self, name, None if is_absent else mx.random.uniform(-scale, scale, shapes[argument]))
-
-    def _add_norm(self, cell: Cell, layer_norm: bool | Norm) -> None:
-        """Check the option `layer_norm`, and add the parameters of layer normalisation to the layer. cell: the layer's
-        cell without layer normalisation."""
-        norm = layer_norm_of(self.op, cell, layer_norm)
-        if norm is None:
-            return
-        vars(self)["_norm"] = norm  # MLX would count a tuple attribute among the parameters
-        for name, width in layer_norm_arrays(norm, self._gates, self.hidden_size).items():
-            setattr(self, name, first_value(name, [width]))
+        norm = layer_norm_of(self.op, self._cell_class(), layer_norm)
+        if norm is not None:
+            vars(self)["_norm"] = norm  # MLX would count a tuple attribute among the parameters
+            for name, width in layer_norm_arrays(norm, gates, H).items():
+                setattr(self, name, first_value(name, [width]))
 
     def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:
         """Return a `Stepper`: an object that runs one time step per call and keeps the states inside. It computes the
@@ -140,15 +128,7 @@ class Layer(Advised):
 
     def _cell(self) -> Cell:
         """Return the cell: the formula that the recurrence computes at each step."""
-        raise NotImplementedError
-
-    def _parameter(self, name: str) -> Weight:
-        """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
-        array: Any = self.get(name)
-        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
-            array = getattr(self, name, array)
-            check_array(self.op, name, array, shape=None)  # raises the error
-        return array
+        return self._cell_class(norm=self._norm)
 
     def _arrays(self) -> dict[str, Any]:
         """Return the parameters as a dict by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, without biases
@@ -161,9 +141,9 @@ class Layer(Advised):
         return arrays | self._norm_arrays()
 
     def _norm_arrays(self) -> dict[str, Any]:
-        """Return {name: array} of the layer's parameters of layer normalisation. The attribute of the layer and the
-        array of a `Call` have the same name, such as "norm_scale"."""
-        names = () if self._norm is None else layer_norm_arrays(self._norm, self._gates, self.hidden_size)
+        """Return {name: array} of the layer's parameters of layer normalisation. `Call`, which runs the recurrence,
+        gives its arrays the same names as the layer its attributes, such as "norm_scale"."""
+        names = () if self._norm is None else layer_norm_arrays(self._norm, self._cell_class.gates, self.hidden_size)
         return {name: self._parameter(name) for name in names if getattr(self, name, None) is not None}
 
     def _run(
@@ -280,22 +260,8 @@ class LSTM(Layer):
     Wx: mx.array
     Wh: mx.array
     bias: mx.array | None
-    _gates = 4
+    _cell_class = LSTMCell
     _names: ClassVar = {"Wx": "Wx", "Wh": "Wh", "bias": "b"}
-
-    @advised
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        *,
-        layer_norm: bool | Norm = False,
-        checkpoint_every: int | str | None = None,
-        engine: Engine | None = None,
-    ):
-        super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
-        self._add_norm(LSTMCell(), layer_norm)
 
     @advised
     def __call__(
@@ -338,12 +304,7 @@ class LSTM(Layer):
         return hidden, cell
 
     def step(
-        self,
-        x: mx.array,
-        hidden: mx.array | None = None,
-        cell: mx.array | None = None,
-        *,
-        keep: mx.array | None = None,
+        self, x: mx.array, hidden: mx.array | None = None, cell: mx.array | None = None, *, keep: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
         """Return the hidden and the cell state after one step, for input that arrives one step at a time: frames of
         sound, moves of a game, or text that a model generates. Sizes: D features, H hidden units; "..." stands for the
@@ -374,69 +335,9 @@ class LSTM(Layer):
         hidden, cell = self._run(x, {"hidden": hidden, "cell": cell}, keep=keep, is_step=True)
         return hidden, cell
 
-    def _cell(self) -> Cell:
-        return LSTMCell(norm=self._norm)
 
-
-class GRU(Layer):
-    r"""A GRU layer: `mlx.nn.GRU` with one fused, differentiable recurrence in place of a graph per step.
-
-    The layer equals `mlx.nn.GRU` in constructor, parameters, initialisation, shapes and results. Input shapes, several
-    layers and evaluation mode are as described for `LSTM`.
-
-    .. math::
-
-        r_t &= \sigma(W_{xr} x_t + W_{hr} h_{t-1} + b_r) \qquad z_t = \sigma(W_{xz} x_t + W_{hz} h_{t-1} + b_z) \\
-        n_t &= \tanh(W_{xn} x_t + b_n + r_t \odot (W_{hn} h_{t-1} + b_{hn})) \\
-        h_t &= (1 - z_t) \odot n_t + z_t \odot h_{t-1}
-
-    Parameters: `Wx` [3H, D], `Wh` [3H, H], `b` [3H], `bhn` [H]; gate order r, z, n; all drawn from U(-1/sqrt(H),
-    1/sqrt(H)).
-
-    Args:
-        input_size, hidden_size (int): the sizes D of the features and H of the state.
-        bias (bool): whether there are the biases b and bhn. Default: `True`.
-        layer_norm (bool or Norm): layer normalisation inside the step, as in `LSTM`; `True` normalises both products,
-            as in haste. Default: `False`.
-        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
-        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
-
-    Raises:
-        ValueError: an argument breaks a rule.
-
-    Example:
-        >>> import mlx.core as mx
-        >>> from mlx_lstm.nn import GRU
-        >>> layer = GRU(3, 4)
-        >>> layer
-        GRU(input_dims=3, hidden_size=4, bias=True)
-        >>> hidden = layer(mx.ones((2, 10, 3)))
-        >>> hidden = layer(mx.ones((2, 10, 3)), hidden[:, -1])  # go on from the last state
-        >>> hidden.shape
-        (2, 10, 4)
-    """
-
-    op: str = "nn.GRU"
-    Wx: mx.array
-    Wh: mx.array
-    b: mx.array | None
-    bhn: mx.array | None
-    _gates = 3
-    _names: ClassVar = {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"}
-
-    @advised
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        *,
-        layer_norm: bool | Norm = False,
-        checkpoint_every: int | str | None = None,
-        engine: Engine | None = None,
-    ):
-        super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
-        self._add_norm(GRUCell(), layer_norm)
+class OneState(Layer):
+    """Base class of `GRU` and `RNN`, whose only state is h. It has their calls."""
 
     @advised
     def __call__(
@@ -484,11 +385,55 @@ class GRU(Layer):
         """
         return self._run(x, {"hidden": hidden}, keep=keep, is_step=True)[0]
 
-    def _cell(self) -> Cell:
-        return GRUCell(norm=self._norm)
+
+class GRU(OneState):
+    r"""A GRU layer: `mlx.nn.GRU` with one fused, differentiable recurrence in place of a graph per step.
+
+    The layer equals `mlx.nn.GRU` in constructor, parameters, initialisation, shapes and results. Input shapes, several
+    layers and evaluation mode are as described for `LSTM`.
+
+    .. math::
+
+        r_t &= \sigma(W_{xr} x_t + W_{hr} h_{t-1} + b_r) \qquad z_t = \sigma(W_{xz} x_t + W_{hz} h_{t-1} + b_z) \\
+        n_t &= \tanh(W_{xn} x_t + b_n + r_t \odot (W_{hn} h_{t-1} + b_{hn})) \\
+        h_t &= (1 - z_t) \odot n_t + z_t \odot h_{t-1}
+
+    Parameters: `Wx` [3H, D], `Wh` [3H, H], `b` [3H], `bhn` [H]; gate order r, z, n; all drawn from U(-1/sqrt(H),
+    1/sqrt(H)).
+
+    Args:
+        input_size, hidden_size (int): the sizes D of the features and H of the state.
+        bias (bool): whether there are the biases b and bhn. Default: `True`.
+        layer_norm (bool or Norm): layer normalisation inside the step, as in `LSTM`; `True` normalises both products,
+            as in haste. Default: `False`.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.nn import GRU
+        >>> layer = GRU(3, 4)
+        >>> layer
+        GRU(input_dims=3, hidden_size=4, bias=True)
+        >>> hidden = layer(mx.ones((2, 10, 3)))
+        >>> hidden = layer(mx.ones((2, 10, 3)), hidden[:, -1])  # go on from the last state
+        >>> hidden.shape
+        (2, 10, 4)
+    """
+
+    op: str = "nn.GRU"
+    Wx: mx.array
+    Wh: mx.array
+    b: mx.array | None
+    bhn: mx.array | None
+    _cell_class = GRUCell
+    _names: ClassVar = {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"}
 
 
-class RNN(Layer):
+class RNN(OneState):
     r"""A plain recurrent layer: `mlx.nn.RNN` with one fused, differentiable recurrence in place of a graph per step.
 
     The layer equals `mlx.nn.RNN` in constructor, parameters, initialisation, shapes and results. Input shapes, several
@@ -526,7 +471,7 @@ class RNN(Layer):
     Wxh: mx.array
     Whh: mx.array
     bias: mx.array | None
-    _gates = 1
+    _cell_class = RNNCell
     _names: ClassVar = {"Wxh": "Wx", "Whh": "Wh", "bias": "b"}
 
     @advised
@@ -541,38 +486,13 @@ class RNN(Layer):
         checkpoint_every: int | str | None = None,
         engine: Engine | None = None,
     ):
-        super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
-        self._add_norm(RNNCell(), layer_norm)
+        options: Any = {"layer_norm": layer_norm, "checkpoint_every": checkpoint_every, "engine": engine}
+        super().__init__(input_size, hidden_size, bias, **options)
         self.nonlinearity: Callable[[mx.array], mx.array] = nn.tanh if nonlinearity is None else nonlinearity
         check_nonlinearity(self.nonlinearity)
 
     def _extra_repr(self) -> str:
         return super()._extra_repr(f"nonlinearity={self.nonlinearity}, ")
-
-    @advised
-    def __call__(
-        self,
-        x: mx.array,
-        hidden: mx.array | None = None,
-        *,
-        lengths: Lengths = None,
-        keep: mx.array | None = None,
-        hold: Hold = None,
-    ) -> mx.array:
-        """Return the hidden state at every step, [..., L, H], for x [..., L, D]. Sizes: L time steps, D features, H
-        hidden units; "..." stands for the batch axes.
-
-        The other arguments are optional. `hidden` [..., H]: the state before the first step. `lengths` [...]: the
-        number of steps of each sequence. `keep` [..., L]: factors on the state before each step. `hold` [..., L]: true
-        at steps that leave the state unchanged. `LSTM` explains them further.
-        """
-        return self._run(x, {"hidden": hidden}, lengths, keep, hold)[0]
-
-    def step(self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None) -> mx.array:
-        """Return the hidden state after one step, [..., H]. x is [..., D], `hidden` [..., H] is the state before the
-        step (default: zeros), and `keep` [...] is a factor on this state: 0 where an episode begins. D: features, H:
-        hidden units; "...": the batch axes."""
-        return self._run(x, {"hidden": hidden}, keep=keep, is_step=True)[0]
 
     def _run(
         self,
@@ -635,8 +555,8 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
 
     The layer equals an `LSTM` with the weights that `mx.dequantize` returns. The weights stay quantized in memory: 4
     bits, with float32 scales and biases for groups of 64, take 5 / 32 of the bytes of float32. Use `from_layer(layer,
-    group_size, bits, mode)` to make one, or `quantize` for a whole model. The constructor draws random weights; call it
-    to load a weight file into the layer.
+    group_size, bits, mode)` to make one, or `quantize` for a whole model. The constructor makes a layer with random
+    weights, into which `layer.load_weights(file)` can load a file.
 
     Parameters: `Wx` and `Wh` as `mx.quantize` packs them, uint32; their scales `Wx_scales`, `Wh_scales`; in mode
     "affine" also `Wx_biases`, `Wh_biases`; and `bias` [4H] as in `LSTM`. All are frozen, as in

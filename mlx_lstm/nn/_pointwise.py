@@ -1,11 +1,5 @@
-"""`Pointwise`, a recurrent layer whose cell is a function that the user writes.
-
-B: sequences, L: time steps, D: features of the input, H: units, G: gates. `OwnCell` is the function with its
-options, (function, gates, states, params, apart, recurrent, norm). `norm_given` returns the `Norm` that a user would
-write for the options of layer normalisation and their arrays. `fail(OP, rule, got)` raises the ValueError
-"[nn.Pointwise] rule but got ..."; `check_array(OP, name, array, shape)` checks a shape, in which a string such as "B"
-stands for any size.
-"""
+"""`Pointwise`, a recurrent layer whose cell is a function that the user writes. B: sequences, L: time steps, D:
+features of the input, H: units, G: gates."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,15 +10,7 @@ import mlx.nn as nn
 
 from ..convert.layers import class_of
 from ..engines.choice import Engine, check_engine
-from ..ground.checks import (
-    NO_UNITS,
-    check_array,
-    check_every,
-    check_flag,
-    check_integer,
-    chosen_options,
-    fail,
-)
+from ..ground.checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail
 from ..recurrence import (
     Hold,
     Lengths,
@@ -42,8 +28,7 @@ from ..recurrence import (
     whole_steps,
 )
 
-OP = "nn.Pointwise"
-"""The class that error texts begin with."""
+OP = "nn.Pointwise"  # the name of the class in error texts
 
 
 class Pointwise(nn.Module):
@@ -245,7 +230,8 @@ class Pointwise(nn.Module):
         Args:
             x (array): input of the step, [B, D].
             state (sequence of array, optional): the states before the step, each [B, H], h first. Default: zeros.
-            inputs (sequence of array): the cell's inputs of the step, broadcastable to [B, H].
+            inputs (sequence of array): the arrays that the cell takes at this step besides x and the states,
+                broadcastable to [B, H].
             keep (array, optional): factor on the states before the step, broadcastable to [B]: 0 resets them.
 
         Returns:

@@ -11,8 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..ground.checks import fail
 
-OP = "nn.precision"
-"""The function that error texts begin with."""
+OP = "nn.precision"  # the name of the function in error texts
 
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 """The dtypes to which parameters may be cast."""

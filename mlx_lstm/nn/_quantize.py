@@ -1,9 +1,5 @@
-"""Quantize a whole model, including its recurrent layers.
-
-The path of a layer is its name in the model, such as "layers.0". QUANTIZED: {class of a float layer of this package:
-its quantized class}. OURS and THEIRS (of `_replace`) map the classes of `mlx.nn` to those of this package, and back.
-`look_alike` returns a text about a layer of another package that has the parameters of a recurrent layer, else "".
-"""
+"""Quantize a whole model, including its recurrent layers. The path of a layer is its name in the model, such as
+"layers.0"."""
 
 import warnings
 from collections.abc import Callable

@@ -1,9 +1,8 @@
 """Replace the recurrent layers of `mlx.nn` in a model by those of `mlx_lstm.nn`, or the reverse.
 
-A layer stays the same object: only its class changes. kinds: a dict {class of a layer: the class that it gets}. OURS is
-this dict for layers of `mlx.nn`, THEIRS for layers of `mlx_lstm.nn`. A reason is a text that says why a layer stays as
-it is; "" means that it was converted, or is no recurrent layer. name: the path of a layer in the model, such as
-"layers.0". `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+A layer stays the same object: only its class changes. kinds: a dict {class of a layer: the class that it gets}. A
+reason is a text that says why a layer stays as it is; "" means that it was converted, or is no recurrent layer. name:
+the path of a layer in the model, such as "layers.0".
 """
 
 import functools
@@ -29,7 +28,7 @@ Kinds = dict[type[nn.Module], type[nn.Module]]
 
 OURS: Kinds = {nn.LSTM: LSTM, nn.GRU: GRU, nn.RNN: RNN}
 THEIRS: Kinds = {ours: theirs for theirs, ours in OURS.items()}
-"""OURS: {class of `mlx.nn`: class of `mlx_lstm.nn`}. THEIRS: {class of `mlx_lstm.nn`: class of `mlx.nn`}."""
+"""OURS maps classes of `mlx.nn` to ours, THEIRS maps ours back: each is named after the class that a layer gets."""
 
 _constructors: dict[type[nn.Module], Callable[..., None]] = {}
 """MLX's own constructors, which `patched` restores."""
@@ -59,7 +58,7 @@ def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
         model (Module): or a dict, list or tuple of modules.
         back (bool): turn the layers of `mlx_lstm.nn` into those of `mlx.nn`. Default: `False`.
         engine (str, optional): force an engine in every `mlx_lstm.nn` layer of the model, as in `mlx_lstm.lstm`.
-            Default: the layers that are replaced now take the best for the stream's device.
+            Default: each layer that this call replaces uses the best engine for the stream's device.
 
     Returns:
         Module: the model, the same object.

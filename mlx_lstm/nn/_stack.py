@@ -1,21 +1,13 @@
 """Run lists of layers as one layer; each layer has the parameters of a recurrent layer of `mlx.nn`.
 
-The names of this module are:
-
 - B: sequences, T: steps, D: features that a layer reads, H: units, P: the width of h (H, or the width of a projection),
   K: layers.
-- A side is one direction of all layers: the list `layers` (forward) or the list `reverse`.
-- A way is one direction of one layer.
+- A side is one direction of all layers: the list `layers` (forward) or the list `reverse`. A way is one direction of
+  one layer.
 - A depth is the list of the layers that read the same output of the layer before. It has one layer, or with `groups`
   several that run side by side, each on its part of the features.
-- arrays: a dict by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn, Wp. `join` puts both
-  directions into one array; `half` and `part` take one direction out of it.
-- now: the call computes immediately, so converted arrays may come from a cache. `derived(now, name, arrays, function)`
-  returns `function(arrays)`, or its earlier result from the cache.
-- `describe` returns what an object that the caller passed has: its arrays, other entries, nonlinearity, dropout.
-- `OwnCell` is a cell that the user wrote.
-- `fail(OP, rule, got)` raises the ValueError "[nn.stack] rule but got ...". `check_array(OP, name, array, shape)`
-  checks a shape.
+- arrays: a dict by the argument names of `mlx_lstm.lstm`, `gru` and `rnn`: Wx, Wh, b, bhn, Wp.
+- now: the call computes immediately, so converted arrays may come from a cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,21 +22,13 @@ import numpy as np
 from ..convert import Weights, from_names
 from ..convert.layers import Description, describe
 from ..engines.at_once import by_mlx, by_numpy, computes_now, derived
-from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.cells import ACTIVATIONS, Cell, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.directions import half, join, part
 from ..engines.packing import Quantized
 from ..engines.problem import Arrays
 from ..engines.tracing import split_apart
-from ..ground.checks import (
-    ArraySpec,
-    check_array,
-    check_every,
-    check_integer,
-    check_option,
-    fail,
-    instead_of,
-)
+from ..ground.checks import ArraySpec, check_array, check_every, check_integer, check_option, fail, instead_of
 from ..recurrence import (
     Call,
     Hold,
@@ -170,8 +154,8 @@ def stack(
     `weight_ih_l0`, Keras' `kernel`, two biases `bias_ih` and `bias_hh`, both directions in one object as `Wx_forward`
     and `Wx_backward`. An object with further arrays, lists of arrays or modules is an error. A dict with such arrays is
     accepted, too. A quantized layer of `mlx_lstm.nn` is run with its quantized weights. `Pointwise` layers run with
-    their own cells, which may differ but must have as many states, and no inputs of a step; one with `reverse=True`
-    belongs into `reverse`.
+    their own cells, which may differ but must all have the same number of states, and take no further inputs at a step;
+    one with `reverse=True` belongs into `reverse`.
 
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
@@ -480,8 +464,7 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
             if isinstance(array, np.ndarray):
                 check_array(OP, f"{name}.{key}", array, shape=None)  # raises the error: `from_names` would take it
         # `derived` caches the converted arrays under the key in its second argument while the parameters are the same.
-        convert = partial(from_names, nonlinearity=act)
-        weights = derived(now, f"{OP} {act}", held, lambda arrays: in_arguments(convert(arrays)))
+        weights = derived(now, f"{OP} {act}", held, partial(in_arguments, act))
     except ValueError as error:
         # kinds, other: parts of the error text, what an object may have. why: the error text of `from_names`.
         kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
@@ -506,7 +489,7 @@ def read_named(
     Wx, Wh = (list(held[key].shape) if key in held else [] for key in list(kind._names)[:2])
     norms = layer._norm_arrays() if isinstance(layer, Layer) else {}  # the parameters of layer normalisation
     held = {key: array for key, array in held.items() if key not in norms}
-    if not (held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]):
+    if not (held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._cell_class.gates * Wh[1]):
         return None
     # If bhn is as long as all gates, the object is not in the format of mlx.nn, where bhn is [H]: some formats call
     # a GRU's whole second bias [3H] bhn. Then `from_names` reads the arrays.
@@ -518,13 +501,13 @@ def read_named(
             check_array(OP, f"{name}.{key}", value, shape=None)  # raises the error
     arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
     titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
-    cell: Cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else LSTMCell() if kind is LSTM else GRUCell()
+    cell: Cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else kind._cell_class()
     if isinstance(layer, Layer):
         cell, arrays = cell._replace(norm=layer._norm), arrays | norms
     check_nonlinearity(name, cell, found.nonlinearity)
     # own: the last three fields of a `StackedLayer`, engine, every and owners; layers of `mlx.nn` have none.
     own: Any = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
-    return StackedLayer(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // kind._gates, *own)
+    return StackedLayer(name, cell, arrays, titles, found.training, Wh[1], Wh[0] // cell.gates, *own)
 
 
 def check_nonlinearity(name: str, cell: Cell, act: str | None) -> None:
@@ -550,9 +533,10 @@ def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
     return [depth._replace(arrays=part(arrays, d, True)) for d in range(2)] if both else [depth]
 
 
-def in_arguments(weights: Weights) -> Weights:
-    """Convert the arrays of all layers and directions to the arguments of `mlx_lstm.lstm`, `gru` or `rnn`. Two biases
-    are added to one, except in a GRU that needs both: they become b and bhn."""
+def in_arguments(act: str | None, arrays: Arrays) -> Weights:
+    """Convert the arrays of a stack, by the names of any format, to the arguments of `mlx_lstm.lstm`, `gru` or `rnn` in
+    each layer and direction. act: the nonlinearity of a plain RNN, or None."""
+    weights = from_names(arrays, nonlinearity=act)
     return weights.map(partial(as_arguments, weights.cell))
 
 

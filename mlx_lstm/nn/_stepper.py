@@ -1,8 +1,5 @@
-"""The function `stepper`, which runs a list of layers one time step at a time.
-
-It reads the layers by the functions `read_sides` and `read_depths` of `stack`. Their errors begin with the name of
-`stack` (STACK), which is replaced by the name of this function (OP).
-"""
+"""The function `stepper`, which runs a list of layers one time step at a time. The errors of the functions of `stack`
+that it calls begin with the name of `stack` (STACK), which is replaced by the name of this function (OP)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +11,7 @@ from ..recurrence import Stepper
 from ._stack import OP as STACK
 from ._stack import read_depths, read_sides
 
-OP = "nn.stepper"
-"""The function that error texts begin with."""
+OP = "nn.stepper"  # the name of the function in error texts
 
 
 def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: Engine | None = None) -> Stepper:
@@ -60,10 +56,8 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
         with in_the_name_of(OP, STACK):
             sides = read_sides(layers, [], computes_now(engine), may_drop=True)
             if len(sides) == 2:
-                rule = (
-                    "layers must have one direction, because the reverse direction starts at the end of the sequence,"
-                )
-                fail(OP, rule, "both directions")
+                rule = "layers must have one direction, because the reverse direction starts at the end of the sequence"
+                fail(OP, f"{rule},", "both directions")
             # merge: how to join two directions; it has no effect for one. any_width=False: the features that a layer
             # reads must be the h of the layer before, because there is no function `between` that changes h.
             depths = read_depths(sides, groups=1, engine=engine, merge="concat", any_width=False)

@@ -1,10 +1,9 @@
-"""The arithmetic of the float64 oracle (the slow reference implementation): operations that are rounded to a dtype,
-activations, and slopes of activations.
+"""The arithmetic of the float64 oracle: operations that are rounded to a dtype, activations and their slopes.
 
 The oracle's formulas take a `Rounding` called `fl`; `fl(value)` rounds the result of one operation. For float64 `fl`
-does nothing. For another dtype it rounds, so that the same formula is computed in that dtype. To derive bounds on the
-errors of results, the module `closeness` passes the subclass `Noise`, which adds random errors. A unit roundoff is the
-largest relative error of one rounding: half a unit of the last place.
+does nothing. For another dtype the same formula is computed in that dtype. To derive bounds on the errors of results,
+the module `closeness` passes the subclass `Noise`, which adds random errors. A unit roundoff is the largest relative
+error of one rounding: half a unit of the last place.
 """
 
 from collections.abc import Callable

@@ -64,8 +64,7 @@ COMMON = {
 
 
 def sides(case: Call) -> list[Call]:
-    """Split a case (a dict of arrays and options) into one case per direction: two if the case is bidirectional, else
-    one."""
+    """Split a case into one case per direction: two if it is bidirectional, else one."""
     return [side_of(case, d) for d in range(2)] if case.get("bidirectional") else [case]
 
 

@@ -25,8 +25,7 @@ from .case import OneDirection, Step
 
 
 def block(p: OneDirection, array: Array, gate: str) -> Array:
-    """Return the block [..., H] of one gate in an array [..., GH], which holds the blocks of all G gates side by
-    side."""
+    """Return the block [..., H] of one gate in an array [..., GH], which holds the blocks of all gates side by side."""
     start = p.H * p.gate_order.index(gate)
     return array[..., start : start + p.H]
 
@@ -82,10 +81,11 @@ def scaled(y: Array, scale: Array | None, shift: Array | None, fl: Rounding) -> 
     return y if shift is None else fl(y + shift)
 
 
-def joined_parts(p: OneDirection, z: Array, product: Array, fl: Rounding) -> tuple[Array, Array, Tensors]:
-    """Return both parts of the preactivations after layer normalisation, and what the gradient needs: (z, product,
-    norm_values). If the sum of both parts is normalised, `z` is the normalised sum and `product` is 0. z, product
-    [B,GH]: the input's part and the recurrent product, not yet normalised."""
+def joined_parts(p: OneDirection, x: Array, h_in: Array, fl: Rounding) -> tuple[Array, Array, Tensors]:
+    """Return both parts of the preactivations [B,GH], x Wx^T + b and h_in Wh^T, after layer normalisation if there is
+    one, and what its gradient needs, by name. If the sum of both parts is normalised, the first part is the normalised
+    sum and the second is 0."""
+    z, product = input_part(p, x, fl), fl.dot(h_in, p.Wh.T)
     if p.norm_of is None:
         return z, product, {}
     # count: the number of blocks that are normalised by themselves: one per gate, or one for all gates "together".
@@ -100,8 +100,7 @@ def joined_parts(p: OneDirection, z: Array, product: Array, fl: Rounding) -> tup
 def through_norm(p: OneDirection, s: Step, dinput: Array, drecurrent: Array, fl: Rounding) -> Tensors:
     """Compute the backward pass of layer normalisation at one step. Return by name the gradients of the input's part
     ("da") and of the recurrent product ("drecurrent"), and this step's terms of the gradients of scale and shift.
-    dinput, drecurrent [B,GH]: the gradients of both parts after the normalisation. s: the values of the forward
-    step."""
+    dinput, drecurrent [B,GH]: the gradients of both parts after it. s: the values of the forward step."""
     if p.norm_of is None:
         return dict(da=dinput, drecurrent=drecurrent)
     # back: the gradient before the normalisation. It is computed from drecurrent, the gradient of the norm's result.
@@ -112,9 +111,8 @@ def through_norm(p: OneDirection, s: Step, dinput: Array, drecurrent: Array, fl:
 
 
 def through(p: OneDirection, gate: str, y: Array, gradient: Array, dgates: Array, fl: Rounding) -> Array:
-    """Return the gradient of a gate's preactivation, from the gradient of the gate's value y after its activation.
-    The gradient of y is `gradient` plus this gate's columns of `dgates` [B,GH]. `dgates` is the cotangent of the
-    output `gates`, which has H columns for each of G gates."""
+    """Return the gradient of a gate's preactivation, from the gradient of the gate's value y after its activation:
+    `gradient` plus this gate's columns of `dgates` [B,GH], the cotangent of the output `gates`."""
     return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
 
 
@@ -126,7 +124,11 @@ def lstm_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_p
 
     c = clip(f c_prev + i g)     h = clip(m Wp^T), or clip(m) without Wp     m = o act_output(c)
     """
-    a, norm_values = lstm_preactivations(p, x, h_in, c_prev, fl)
+    z, product, norm_values = joined_parts(p, x, h_in, fl)
+    a = blocks(p, fl(z + product))
+    a["f"] = fl(a["f"] + fl(p.forget_bias))
+    for k in peeping_back(p):
+        a[k] = fl(a[k] + fl(block(p, p.peephole, k) * c_prev))
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
     c = unclipped = clipped(c_raw, p.cell_clip, fl) if p.frozen_clip is None else c_raw + p.frozen_clip["c"][t]
@@ -164,25 +166,9 @@ def stops(p: OneDirection, limit: float | None) -> bool:
 
 
 def before_clip(p: OneDirection, raw: Array, limit: float | None, gradient: Array) -> Array:
-    """Return the gradient of `raw`, the argument of a clip. gradient: the gradient of the clip's result. It passes
-    unchanged, except that it becomes 0 where a clip that stops gradients changed the argument. At the limit itself it
-    passes, as in torch.clamp."""
+    """Return the gradient of `raw`, the argument of a clip, from that of the clip's result: the same, but 0 where a
+    clip that stops gradients changed the argument. At the limit itself it passes, as in torch.clamp."""
     return np.where(np.abs(raw) <= limit, gradient, 0.0) if stops(p, limit) else gradient
-
-
-def lstm_preactivations(
-    p: OneDirection, x: Array, h_in: Array, c_prev: Array, fl: Rounding
-) -> tuple[Tensors, dict[str, Array]]:
-    """Return an LSTM's preactivations [B,H] by gate, and what the gradient of layer normalisation needs. h_in: the h
-    before the step, times the mask. c_prev: the c before it. fl(...) rounds the result of one operation. The output
-    gate's peephole to the c of the same step, if there is one, is not included, because this c is not known yet."""
-    # z and product: x Wx^T + b and h_in Wh^T, after layer normalisation if there is one.
-    z, product, norm_values = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
-    a = blocks(p, fl(z + product))
-    a["f"] = fl(a["f"] + fl(p.forget_bias))
-    for k in peeping_back(p):
-        a[k] = fl(a[k] + fl(block(p, p.peephole, k) * c_prev))
-    return a, norm_values
 
 
 def peeps_ahead(p: OneDirection) -> bool:
@@ -251,11 +237,13 @@ def gru_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_pr
     """
     # z: the input's part of all gates (not the gate z). y: the gates after their activations. products: with a norm,
     # the normalised recurrent product of each gate; without a norm it is empty.
-    z = input_part(p, x, fl)
-    a, y, norm_values, products = blocks(p, z), {}, {}, {}
-    if p.norm_of is not None:
-        _, product, norm_values = joined_parts(p, z, fl.dot(h_in, p.Wh.T), fl)
+    y, norm_values, products = {}, {}, {}
+    if p.norm_of is None:
+        z = input_part(p, x, fl)
+    else:
+        z, product, norm_values = joined_parts(p, x, h_in, fl)
         products = blocks(p, product)
+    a = blocks(p, z)
     for k in "rz":
         a[k] = fl(a[k] + (products[k] if products else fl.dot(h_in, rows(p, k).T)))
         y[k] = ACTIVATIONS[p.act[k]](a[k], fl)
@@ -269,14 +257,11 @@ def gru_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_pr
 
 
 def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array, fl: Rounding) -> Step:
-    """Return the gradients of one GRU step. dh [B,H] is the total cotangent of the step's h, dgates [B,3H] the
-    cotangent of the step's gates (the gradient that the caller gives for them). A GRU has no c: it passes dc on
-    unchanged.
-
-    s: the values of the forward step. y: the gates by letter. da(k, ...): the gradient of gate k's preactivation. h is
-    z h_prev + (1 - z) n. So to_h, the part of the gradient of h_prev outside the products, is dh z, and to_n, the
-    gradient of n, is dh (1 - z). With flip_z the factors z and 1 - z change places.
-    """
+    """Return the gradients of one GRU step. dh [B,H] is the total cotangent of its h, dgates [B,3H] the cotangent of
+    its gates. A GRU has no c: it passes dc on unchanged. s: the values of the forward step. y: the gates by letter.
+    da(k, ...): the gradient of gate k's preactivation. h is z h_prev + (1 - z) n. So to_h, the part of the gradient of
+    h_prev outside the products, is dh z, and to_n, the gradient of n, is dh (1 - z). With flip_z the factors change
+    places."""
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
     of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))
@@ -306,18 +291,16 @@ def gru_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array,
 
 
 def rnn_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
-    """Run one step of a plain RNN and return its values. Inputs are x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is
-    h_prev times the mask. In the result, `gates` is the preactivation. A plain RNN has no c and no clip, so c_prev is
-    returned unchanged; t and h_prev are not read."""
-    z, product, norm_values = joined_parts(p, input_part(p, x, fl), fl.dot(h_in, p.Wh.T), fl)
+    """Run one step of a plain RNN and return its values. Inputs are x [B,I] (or x Wx^T [B,H]) and h_in [B,H], h_prev
+    times the mask. In the result, `gates` is the preactivation. There is no c, so c_prev is returned unchanged."""
+    z, product, norm_values = joined_parts(p, x, h_in, fl)
     a = fl(z + product)
     return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a}, **norm_values)
 
 
 def rnn_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Array, fl: Rounding) -> Step:
-    """Return the gradients of one step of a plain RNN. dh [B,H] is the total cotangent of the step's h, dgates [B,H]
-    the cotangent of the preactivation. A plain RNN has no c, so dc is returned unchanged. s: the values of the forward
-    step."""
+    """Return the gradients of one step of a plain RNN. dh [B,H] is the total cotangent of its h, dgates [B,H] that of
+    the preactivation. There is no c, so dc is returned unchanged."""
     d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)
     to_sum = through_norm(p, s, d, d, fl)
     return Step(dh_in=fl.dot(to_sum["drecurrent"], p.Wh), dh_direct=None, dc_prev=dc, to_sum=to_sum)

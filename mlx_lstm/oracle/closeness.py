@@ -1,11 +1,7 @@
 """The tolerances of all tests and commands: a result may differ from the float64 oracle only as much as rounding
 explains. The bounds are derived from the inputs alone. No number in this file is fitted to the results of an engine: if
-a check fails, look for the error in the engine.
-
-values: a function that computes results by name in the arithmetic of a `Rounding`. A trial is one evaluation of this
-function with random errors in all operations. A bound comes from TRIALS (8) trials, or from FEW (2) if the tensors are
-LARGE.
-"""
+a check fails, look for the error in the engine. A trial is one evaluation of a function `values`, which computes
+results by name in the arithmetic of a `Rounding`, with random errors in all operations."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -46,8 +42,7 @@ FLOATS = {
 
 
 def float_of(dtype: DTypeLike) -> Float:
-    """Return the rounding constants (`Float`) of a dtype. The dtype may be a name, since NumPy does not have
-    bfloat16."""
+    """Return the rounding constants of a dtype, or of its name, since NumPy does not have bfloat16."""
     return FLOATS[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
 
 
@@ -114,20 +109,16 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
 
 
 def exact_and_element_bounds(values: Values, dtype: DTypeLike) -> Judge:
-    """Return a `Judge` (exact, bounds) like `exact_and_bounds`, but with a bound for each element. It may be narrower
-    than the bound of the whole tensor: it is SAFETY times the largest change that random errors in all operations make
-    to this element alone, plus `floor`, a part for one rounding and underflow."""
+    """Return a `Judge` like `exact_and_bounds`, but with a bound for each element, which may be narrower: SAFETY times
+    the largest change that random errors in all operations make to this element alone, plus `floor`."""
     changes = Changes(values, dtype)
     moved = changes.of(TRIALS)
     return Judge(changes.exact, {k: SAFETY * moved[k] + changes.floor(np.abs(a)) for k, a in changes.exact.items()})
 
 
 class Changes:
-    """The results of the function `values` in float64, and how much random errors change them.
-
-    exact: the results without errors. moved: the largest change of each element so far. done: how many evaluations with
-    random errors have run.
-    """
+    """The results of the function `values` in float64 (exact), and how much random errors change them: moved, the
+    largest change of each element in the `done` evaluations with random errors so far."""
 
     def __init__(self, values: Values, dtype: DTypeLike):
         self.values, self.dtype = values, dtype

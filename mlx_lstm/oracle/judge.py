@@ -13,13 +13,10 @@ from .verdict import Judge
 
 
 class Case(NamedTuple):
-    """A call with its numbers.
-
-    call: the arguments of the oracle, as a dict. For a cell that the user wrote, "op" is "pointwise", and "graph" is
-    the cell's graph of operations. cotangents: the cotangents of outputs by name; without any, there are no gradients.
-    dtype: the name of the dtype in which the call is run. The arrays have values that it can represent. weights:
-    quantized weights by name, which an engine gets in place of the arrays of `call`; both have the same values.
-    """
+    """A call with its numbers. call: the arguments of the oracle; for a user's cell "op" is "pointwise", and "graph"
+    the cell's graph of operations. cotangents: those of outputs by name; without any, there are no gradients. dtype:
+    the name of the dtype in which the call is run, which can represent all values. weights: quantized weights by name,
+    which an engine gets in place of the arrays of `call` with the same values."""
 
     call: Call
     cotangents: Tensors = {}  # noqa: RUF012 (never changed)
@@ -42,9 +39,8 @@ class Case(NamedTuple):
         return {name: value for name, value in self.call.items() if name not in ARRAYS and name != "op"}
 
     def names(self, training: bool = True) -> list[str]:
-        """Return the names of the results that are judged. Without cotangents these are all outputs. With cotangents
-        they are the outputs that have one, and the gradient "d" + name of each array. With training=False there are no
-        gradients and no gates."""
+        """Return the names of the results that are judged: without cotangents all outputs; with them the outputs that
+        have one, and the gradient "d" + name of each array. With training=False there are no gradients and no gates."""
         if not training or not self.cotangents:
             return [name for name in OUTPUTS[self.op] if training or name != "gates"]
         gradients = [f"d{name}" for name in self.arrays if name not in self.weights]

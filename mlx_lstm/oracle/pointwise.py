@@ -56,9 +56,10 @@ def graph_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_
     """Run one step of the cell and return its values. x: the input. h_in: h_prev times the mask. c_prev [B, C H]: the
     states besides h. In the result `gates` is the input's part of the preactivations, and `values` is {node of the
     graph: its value}."""
-    z, products, norm_values = input_part(p, x, fl), [], {}
-    if p.Wh is not None:
-        z, product, norm_values = joined_parts(p, z, fl.dot(h_in, p.Wh.T), fl)
+    if p.Wh is None:
+        z, products, norm_values = input_part(p, x, fl), [], {}
+    else:
+        z, product, norm_values = joined_parts(p, x, h_in, fl)
         products = blocks(p, product)
     parts = blocks(p, z)  # for each gate the input's part of its preactivation
     # With `apart` the cell gets both parts of each preactivation. Otherwise it gets only their sums.
@@ -123,10 +124,9 @@ def computed(p: OneDirection, values: dict[int, Array], outputs: Sequence[int], 
 
 
 def jumps(p: OneDirection, s: Step) -> Iterator[Array]:
-    """Yield for each node of the graph the distance, at one step, to a point where rounding can make its result or its
-    slope jump. For a comparison, a maximum or a minimum this is the difference of the two operands. For floor, ceil,
-    round, sign and abs it is the distance of the argument to the nearest point where the function or its slope jumps.
-    For a remainder it is the distance of the quotient to the nearest integer."""
+    """Yield for each node the distance to a point where rounding can make its result or its slope jump: for a
+    comparison, a maximum or a minimum the difference of the operands; for floor, ceil, round, sign and abs the distance
+    of the argument to the nearest such point; for a remainder that of the quotient to the nearest integer."""
     graph, values = p.graph, s.values
     # Also compute the nodes that only the gradient needs, but none that depends on a gradient.
     known = {*range(len(graph.nodes))} - readers_of_gradients(graph)

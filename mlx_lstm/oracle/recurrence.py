@@ -2,15 +2,13 @@
 
 It uses four modules: `case` defines the arguments, `cells` one time step of each cell, `pointwise` one time step of a
 cell that the user wrote, and `arithmetic` the rounded operations: `fl(value)` rounds the result of one operation to a
-dtype.
+dtype. T: time steps, B: sequences, I: input features, H: units, P: the width of h, G: gates, D: directions.
 
 A case is a dict of an op's arguments, arrays and options. `sides(case)` divides it into directions, and `complete`
-fills in the defaults. The result p is one direction, with all arguments and sizes as attributes. T: time steps, B:
-sequences of the batch, I: input features, H: units, P: the width of h, G: gates, D: directions. s is a `Step`: the
+fills in the defaults. The result p is one direction, with all arguments and sizes as attributes. s is a `Step`: the
 values of one time step. The tape, a dict {t: Step}, stores them for the gradient. p.alive[t] [B, 1]: which sequences
 have not ended before step t; p.active[t]: which of these run step t, because they are not held. keep: a factor on the
-states before a step; hold: the steps that leave the states unchanged. A cotangent is the gradient that the caller gives
-for an output.
+states before a step; hold: the steps that leave the states unchanged. A cotangent is an output's incoming gradient.
 """
 
 from typing import Any
@@ -56,9 +54,8 @@ def backward(case: Call, cotangents: Cotangents, *, dtype: DTypeLike = np.float6
 def evaluate(
     case: Call, cotangents: Cotangents | None, fl: Rounding, frozen_clip: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
-    """Run a case (a dict of an op's arguments) in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays.
-    If cotangents is None, there are no gradients. frozen_clip: arrays that are added to "c" and "h" in place of
-    clipping, as in `forward`."""
+    """Run a case (a dict of an op's arguments) in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays;
+    without cotangents there are no gradients. frozen_clip: as in `forward`."""
     results = []  # (outputs, gradients) of each direction
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
@@ -74,8 +71,7 @@ def evaluate(
 
 
 def clip_shift(**case: Any) -> Tensors:
-    """Return what clipping added to "c" [T,B,DH] and "h" [T,B,DP] at each step; 0 where the values were within the
-    limits. Tests pass the result as `frozen_clip` to `forward`."""
+    """Return what clipping added to "c" [T,B,DH] and "h" [T,B,DP] at each step, for `frozen_clip` of `forward`."""
     fl, shifts = Rounding(np.float64), []
     # unroll(...)[1]: {t: the values of time step t}, among them `clip_shift`, what clipping added at this step.
     for p in (complete(side, fl) for side in sides(case)):
@@ -153,24 +149,19 @@ def unroll(p: OneDirection, fl: Rounding) -> tuple[Tensors, dict[int, Step]]:
 
 
 def or_zero(on: Array, value: Array) -> Array:
-    """Return `value` where `on` is true, else 0. For sequences that are held or have ended the value may be NaN, so a
-    multiplication by 0 would not do."""
+    """Return `value` where `on` is true, else 0, also where the value is NaN."""
     return np.where(on, value, 0.0)
 
 
 def times_keep(p: OneDirection, t: int, value: Array, fl: Rounding) -> Array:
-    """Return a state, or the gradient of a state, times the factor `keep` of time step t, rounded by `fl`. The rows of
-    sequences that have ended stay unchanged. p: one direction of a case."""
+    """Return a state, or its gradient, times the factor `keep` of step t; unchanged for sequences that have ended."""
     return value if p.keep is None else np.where(p.alive[t], fl(p.keep[t] * value), value)
 
 
 def unroll_back(p: OneDirection, tape: dict[int, Step], cotangents: Tensors, fl: Rounding) -> Tensors:
-    """Run backpropagation through time over the tape (the values of each time step). Return the gradients, by name, of
-    the arrays that the caller passed.
-
-    p: the arrays and options of one direction of the call. fl: how results are rounded. dh, dc: the gradients of h and
-    c that come from later steps. dh_t, dc_t: dh and dc plus the cotangents of the outputs of step t.
-    """
+    """Run backpropagation through time over the tape (the values of each time step). Return by name the gradients of
+    the arrays that the caller passed. dh, dc: the gradients of h and c that come from later steps. dh_t, dc_t: dh and
+    dc plus the cotangents of the outputs of step t."""
     step_back = STEPS[p.op][1]  # the function that computes the gradients of one step
     cot = {name: fl.load(value) for name, value in cotangents.items()}
     dh = cot.get("hT", np.zeros((p.B, p.P)))
@@ -238,26 +229,19 @@ def collect(p: OneDirection, rows: list[tuple[int, Tensors]], dh0: Array, dc0: A
         gradients["mask"] = unbroadcast(sequence("dmask", p.P), p.mask_shape, fl)
     if p.keep is not None:
         gradients["keep"] = sequence("dkeep", 1).reshape(p.keep_shape)
-    if p.peephole is not None:
-        gradients["peephole"] = summed("dpeephole", GH)
-    if p.bhn is not None:
-        gradients["bhn"] = summed("dbhn", p.H)
-    for name, width in (("norm_scale", GH), ("norm_shift", GH), ("norm_c_scale", p.H), ("norm_c_shift", p.H)):
+    for name in ("peephole", "bhn", "norm_scale", "norm_shift", "norm_c_scale", "norm_c_shift", "params"):
         if name in p.given:
-            gradients[name] = summed(f"d{name}", width)
+            gradients[name] = summed(f"d{name}", len(getattr(p, name)))
     if p.inputs is not None:
         gradients["inputs"] = sequence("dinputs", p.inputs.shape[-1])
-    if p.params is not None:
-        gradients["params"] = summed("dparams", len(p.params))
     if p.Wp is not None:
         gradients["Wp"] = sum_of_outer_products(sequence("dh", p.P), sequence("m", p.H))
     return gradients
 
 
 def unbroadcast(gradient: Array, shape: tuple[int, ...], fl: Rounding) -> Array:
-    """Return the gradient of an array that was broadcast to the shape of `gradient`, which has three axes. Sum over
-    the axes along which the array was repeated. `shape`: the shape of the array before the broadcast, which the
-    result has."""
+    """Return the gradient of an array of this `shape` that was broadcast to the three axes of `gradient`: the sum over
+    the axes along which it was repeated."""
     aligned = (1,) * (3 - len(shape)) + tuple(shape)
     repeated = tuple(axis for axis in range(3) if aligned[axis] != gradient.shape[axis])
     return (fl.total(gradient, repeated) if repeated else gradient).reshape(shape)

@@ -18,8 +18,7 @@ TINY = float(np.finfo(np.float64).tiny)
 
 class Bound(float):
     """The largest error that a result may have, found by a few evaluations with random errors. `widest()` finds it by
-    more evaluations, which takes longer. The wider bound is never smaller, so it is needed only if an error is larger
-    than this bound."""
+    more evaluations, which takes longer. It is never smaller, so it is needed only for an error above this bound."""
 
     widest: Callable[[], float]
 
@@ -30,8 +29,7 @@ class Bound(float):
 
 
 def widest(bounds: dict[str, Any]) -> dict[str, Any]:
-    """Return the bounds by name, with each `Bound` replaced by the bound that all evaluations with random errors
-    find."""
+    """Return the bounds by name, each `Bound` replaced by the bound that all evaluations with random errors find."""
     return {name: bound.widest() if isinstance(bound, Bound) else bound for name, bound in bounds.items()}
 
 
@@ -120,6 +118,5 @@ class Judge(NamedTuple):
         return worst._replace(refusal=worst.refusal and f"{worst.tensor}: {worst.refusal}")
 
     def shows(self, name: str) -> bool:
-        """Return whether the bound of a result is small enough to refuse an array of zeros. If it is not, a comparison
-        shows nothing."""
+        """Return whether the bound of a result is small enough to refuse zeros."""
         return bool(np.max(self.bounds[name]) < largest(self.exact[name]))

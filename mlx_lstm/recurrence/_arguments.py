@@ -1,17 +1,10 @@
 """Check the arguments of a recurrence: shapes, dtypes and options. Build the cell that the options describe.
 
 T: time steps, B: batch items, I: input features, H: hidden units, P: the width of h (H, or the width of a projection),
-G: gates, D: directions, 1 or 2. The other names of this module are:
-
-- arrays: a dict {name of the argument: array}, such as x, Wx, Wh, b, h0, c0, mask. An array of both directions has
-  them side by side on one axis, such as h0 [B, D P], or has a first axis of 2, such as Wh [2, G H, P].
-- own: this first axis, [2], or [] if there is one direction.
-- keep: a factor on the states before a step. packing: the group size, bits and mode of quantized weights.
-- op: the name of the public function. All errors are a ValueError with the text "[op] rule but got ...".
-- `fail(op, rule, got)` raises this error. `check_array(op, name, array, shape, dtype, why)` raises it for a wrong type,
-  shape or dtype. In `shape` a string such as "H" stands for any size. why: a text that is added to the rule.
-- ArraySpec: a shape and a dtype, which the checks accept in place of an array.
-- WEIGHTS: the names of the weights that may be quantized, Wx, Wh, Wp. `is_packed(name, arrays)`: whether one is.
+G: gates, D: directions, 1 or 2. arrays: a dict {name of the argument: array}, such as x, Wx, Wh, b, h0, c0, mask. An
+array of both directions has them side by side on one axis, such as h0 [B, D P], or has a first axis of 2, such as Wh
+[2, G H, P]. op: the name of the public function: an error is a ValueError with the text "[op] rule but got ...", which
+`fail(op, rule, got)` raises. In the shape that `check_array` checks, a string such as "H" stands for any size.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -54,14 +47,11 @@ def check_call(
     batch_first: bool = False,
     one_step: bool = False,
 ) -> tuple[Arrays, Packing | None, Sizes]:
-    """Check the arguments of a call. Return (arrays, packing, sizes): the arrays of the call; the group size, bits
-    and mode of its quantized weights, or None if there are none; and the sizes (T, B, H, P) of one direction: steps,
-    batch, units, width of h.
-
-    op: the function's name in errors. inputs: arrays and `Quantized` weights by argument name. The parts of a
-    `Quantized` weight are returned as separate arrays, such as Wh, Wh_scales, Wh_biases. flags: options that must be
-    True or False, by name. batch_first: x is [B, T, I]. one_step: x is [B, I], without a time axis. I: the features of
-    x."""
+    """Check the arguments of a call. Return (arrays, packing, sizes): its arrays; the group size, bits and mode of its
+    quantized weights, or None; and the sizes (T, B, H, P) of one direction. op: the function's name in errors. inputs:
+    arrays and `Quantized` weights by argument name; the parts of a `Quantized` weight are returned as separate arrays,
+    such as Wh, Wh_scales, Wh_biases. flags: options that must be True or False, by name. batch_first: x is [B, T, I].
+    one_step: x is [B, I], without a time axis."""
     # To save time in each call, `check_flag` and `check_array` are called only for a wrong type, to raise the error.
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -106,9 +96,8 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
 
 
 def common_dtype(values: Iterable[Any]) -> mx.Dtype:
-    """Return the dtype to which all values promote together, such as x and the parameters of a layer. values: arrays,
-    `Quantized` weights or None. Of a `Quantized` weight only the biases count, because its scales may be integer codes.
-    """
+    """Return the dtype to which all values promote together: arrays, `Quantized` weights or None. Of a `Quantized`
+    weight only the biases count, because its scales may be integer codes."""
     arrays = [value.biases if isinstance(value, Quantized) else value for value in values]
     return mx.result_type(*[array for array in arrays if array is not None])
 
@@ -144,11 +133,9 @@ def check_shapes(
     specs: tuple[NamedSpec, ...],
     packing: Packing | None = None,
 ) -> Sizes:
-    """Check the shapes and dtypes of a call's arrays. Return the sizes (T, B, H, P) of one direction.
-
-    specs: the name, shape and dtype of each array. packing: the group size, bits and mode of quantized weights, or None
-    if there are none. The result is cached, because the checks take as long as one step of a small layer.
-    """
+    """Check the shapes and dtypes of a call's arrays, `specs`. Return the sizes (T, B, H, P) of one direction. packing:
+    the group size, bits and mode of quantized weights, or None. The result is cached, because the checks take as long
+    as one step of a small layer."""
     arrays = {name: ArraySpec(shape, dtype) for name, shape, dtype in specs}
     if packing is not None:
         arrays |= matrices_of(op, arrays, packing)  # a quantized weight is checked as its float matrix
@@ -197,14 +184,11 @@ def check_shapes(
 def weight_shapes(
     G: int, sizes: tuple[int | str, int, int | str], D: int = 1, params: int = 0
 ) -> dict[str, Sequence[int | str]]:
-    """Return {name: shape} of every parameter that a cell of any kind may have. Each cell has only some of them.
-
-    G: the number of gates. sizes: (I, H, P), the features of x, the units, the width of h; a string such as "I" stands
-    for any size. D: the number of directions; an array of two directions has the rows of one after those of the other,
-    or has a first axis of 2. params: the parameters per unit of a user's cell. Layer normalisation has a scale and a
-    shift for h Wh^T or for the sum x Wx^T + h Wh^T ("norm_scale", "norm_shift"), for x Wx^T ("norm_input_scale",
-    "norm_input_shift") and for c ("norm_c_scale", "norm_c_shift").
-    """
+    """Return {name: shape} of every parameter that a cell of any kind may have. G: the number of gates. sizes: (I, H,
+    P), the features of x, the units, the width of h; a string such as "I" stands for any size. D: directions; an array
+    of two has the rows of one after those of the other, or a first axis of 2. params: the parameters per unit of a
+    user's cell. Layer normalisation has a scale and a shift for h Wh^T or the sum x Wx^T + h Wh^T ("norm_scale",
+    "norm_shift"), for x Wx^T ("norm_input_scale", ...) and for c ("norm_c_scale", ...)."""
     (I, H, P), own = sizes, [2] if D == 2 else []
     shapes: dict[str, Sequence[int | str]] = {"Wx": [D * G * H, I], "b": [D * G * H], "bhn": [D * H]}
     shapes |= {"Wh": [*own, G * H, P], "Wp": [*own, P, H], "peephole": [*own, G * H], "params": [D * params * H]}
@@ -213,9 +197,8 @@ def weight_shapes(
 
 
 def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: dict[str, ArraySpec]) -> Sizes:
-    """Check the shapes and dtypes of a call with a cell written by the user. Return its sizes (T, B, H, P); P is H,
-    because such a cell has no projection. cell.carried: the number of states besides h. graph.params: the number of
-    parameters per unit."""
+    """Check the shapes and dtypes of a call with a cell written by the user. Return its sizes (T, B, H, P); P is H.
+    cell.carried: the number of states besides h. graph.params: the number of parameters per unit."""
     x, D, G, graph = arrays["x"], 2 if bidirectional else 1, cell.gates, cell.graph
     check_sizes(op, "x", x)
     (T, B, I), H = x.shape, arrays["h0"].shape[-1] // D

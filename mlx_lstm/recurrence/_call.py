@@ -1,17 +1,13 @@
 """Run one call of a recurrence: check the caller's arguments, describe them as a `Problem`, choose an engine and run
 it.
 
-The names of this module are:
-
 - sizes: (T, B, H, P), that is time steps, batch items, hidden units, width of h. D: directions.
 - arrays: a dict by the names of the arguments (x, Wx, Wh, ...). Outputs are in a dict, too (h, c, gates, hT, cT).
-- packing: the group size, bits and mode of quantized weights, or None.
+- packing: the group size, bits and mode of quantized weights, or None. op: the name of the function in error texts.
 - keep: a factor on the states before a step. hold: steps that leave the states unchanged. Engines do not support
   `hold`, so `Steps` (`_steps`) moves the other steps together before an engine runs.
-- A cotangent is the gradient of an output, which the caller gives.
-- A `Choice` is an engine's name and the reason why it was chosen.
-- METAL_ENGINES: "fused" and "stepwise", the engines whose kernels are tested before their first use.
-- op: the name of the function or layer in error texts.
+- A cotangent is the gradient of an output, which the caller gives. A `Choice` is an engine's name and the reason why
+  it was chosen. METAL_ENGINES: the engines whose kernels are tested before their first use.
 """
 
 from collections.abc import Sequence
@@ -153,14 +149,14 @@ class Call(NamedTuple):
     def run_backward(
         self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None
     ) -> Arrays:
-        """Return the gradients of a call without the option `hold` (steps that leave the state unchanged). An array
-        `keep` (a factor on the state) must already have the shape [T, B, D] that engines take. saved: outputs of the
-        forward pass. cotangents: the gradients of outputs, by the outputs' names. T, B, D: steps, batch items,
-        directions."""
+        """Return the gradients of a call without `hold` (steps that leave the state unchanged); its array `keep` (a
+        factor on the state) must already be [T, B, D]. saved: outputs of the forward pass. cotangents: the gradients of
+        outputs, by name. T, B, D: steps, batch items, directions."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
         # others: the arrays besides the arguments. `plan` checks whether they, too, have values (are not traced).
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
-        # return_gates: only if the gates have a cotangent. wants_last: always, as hT and cT may have one.
+        # The first field, return_gates, is true only if the gates have a cotangent. wants_last is always true, because
+        # hT and cT may have one.
         wanted = Wanted("gates" in names, training=True, wants_last=True, cotangents=names)
         problem, chosen = self.plan(arrays, others, sizes, packing, wanted)
         if "h" not in saved:
@@ -240,10 +236,9 @@ class Call(NamedTuple):
     def plan_with_norm(
         self, arrays: Arrays, sizes: Sizes, packing: Packing | None, wanted: Wanted
     ) -> tuple["Call", Arrays, Problem, Choice]:
-        """Return (call, arrays, problem, choice): the call and its arrays as the engine takes them, the description of
-        this call, and the choice of its engine. The engine `numpy` computes the whole layer normalisation itself. For
-        all other engines `with_norm` first computes the part that needs no state, such as the normalisation of the
-        input's product x Wx^T."""
+        """Return (call, arrays, problem, choice): the call and its arrays as the engine takes them, its description,
+        and the choice of the engine. `numpy` computes layer normalisation itself. For other engines `with_norm` first
+        computes the part that needs no state, such as the normalisation of the input's product x Wx^T."""
         if self.cell.norm is None:  # []: no other arrays, which only a gradient op has
             return self, arrays, *self.plan(arrays, [], sizes, packing, wanted)
         choice.check_engine(self.title, self.engine)
@@ -265,12 +260,7 @@ class Call(NamedTuple):
         return self._replace(cell=cell), arrays, packing
 
     def plan(
-        self,
-        arrays: Arrays,
-        others: list[mx.array],
-        sizes: Sizes,
-        packing: Packing | None,
-        wanted: Wanted,
+        self, arrays: Arrays, others: list[mx.array], sizes: Sizes, packing: Packing | None, wanted: Wanted
     ) -> tuple[Problem, Choice]:
         """Return the problem that describes this call, and the choice of its engine.
 
@@ -331,9 +321,8 @@ class Call(NamedTuple):
 
 
 def with_limits_of(cell: AnyCell, dtype: mx.Dtype) -> AnyCell:
-    """Return the cell. If its clips stop gradients, round their limits to the 16-bit dtype of the arrays (HALVES has
-    these dtypes). The backward pass finds a clipped number because it equals the limit, and the number was saved in 16
-    bits."""
+    """Return the cell. If its clips stop gradients, round their limits to the 16-bit dtype of the arrays: the backward
+    pass finds a clipped number, which was saved in 16 bits, because it equals the limit."""
     if not isinstance(cell, LSTMCell) or cell.clip_gradient == "through" or dtype not in HALVES:
         return cell
     limits = {"cell_clip": cell.cell_clip, "projection_clip": cell.projection_clip}
@@ -341,9 +330,8 @@ def with_limits_of(cell: AnyCell, dtype: mx.Dtype) -> AnyCell:
 
 
 def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checked: bool = False) -> mx.array | None:
-    """Check the option `lengths`, the number of steps of each batch item. Return an int32 array [batch], or None if
-    there are no lengths. longest: T, which no length may exceed. The range is not checked if `checked` is true, or for
-    an array without values (inside mx.compile)."""
+    """Check the option `lengths`, the number of steps of each batch item, at most `longest`. Return an int32 array
+    [batch] or None. The range is not checked if `checked`, or for an array without values (inside mx.compile)."""
     if lengths is None:
         return None
     unknown = isinstance(lengths, mx.array) and (checked or not have_values([lengths]))

@@ -53,7 +53,8 @@ def checkpointed(
     chunks = Chunks(chunk, (T, K, order), modules, inputs)
     whole_run = custom_function(chunks.forward)
     whole_run.vjp(chunks.backward)
-    outputs, last, _ = chunks.results(whole_run(*leaves(chunks.inputs)))
+    results = whole_run(*leaves(chunks.inputs))  # sets `chunks.structure`
+    outputs, last, _ = filled(chunks.structure, results)
     return outputs, last
 
 
@@ -61,13 +62,7 @@ class Chunks:
     """The chunks of a sequence: `forward` runs them, `backward` runs each again for its gradients. Both get and return
     leaves of trees, as MLX's custom functions do."""
 
-    def __init__(
-        self,
-        chunk: Chunk,
-        sizes: tuple[int, int, range],
-        modules: list[nn.Module],
-        inputs: dict[str, Any],
-    ):
+    def __init__(self, chunk: Chunk, sizes: tuple[int, int, range], modules: list[nn.Module], inputs: dict[str, Any]):
         """chunk: runs the steps of one chunk. sizes: T, K, and the first steps of the chunks in the order in which they
         run. modules: those that `chunk` captures. inputs: the trees `sequences`, `state` and `parameters`, to which the
         float arrays of the modules are added: everything of which the gradient is taken."""
@@ -83,17 +78,14 @@ class Chunks:
         # function, where they have no numbers yet.
         self.structure: Any = None
 
-    def results(self, values: Any) -> tuple[Any, Any, Any]:
-        """Return the leaves of the results of `forward`, or their cotangents, as (outputs, last state, starts)."""
-        return filled(self.structure, values)
-
-    def run(self, start: int, piece: Any, state: Any, tree: Any) -> tuple[Any, Any]:
-        """Run the chunk of steps from `start` on, with the inputs `piece`. Return (its outputs, the state after it).
-        tree: the parameters of the user's function, and the float arrays of the `modules` that it captures."""
-        # MLX takes gradients of arguments only. So the modules get the arrays of `tree`, an argument, during the chunk.
-        pairs = [list(zip(*each, strict=True)) for each in zip(self.keys, tree["modules"], strict=True)]
+    def run(self, start: int, given: Any) -> tuple[Any, Any]:
+        """Run the chunk of steps from `start` on. Return (its outputs, the state after it). given: a dict with the
+        `piece` of the sequences, the `state` before the chunk, and the inputs `shared` by all chunks: the `parameters`
+        of the user's function, and the float arrays of the `modules` that it captures."""
+        # MLX takes gradients of arguments only. So the modules get arrays of `given`, an argument, during the chunk.
+        pairs = [list(zip(*each, strict=True)) for each in zip(self.keys, given["shared"]["modules"], strict=True)]
         with replaced(self.modules, pairs):
-            return self.chunk(start, piece, state, tree["parameters"])
+            return self.chunk(start, given["piece"], given["state"], given["shared"]["parameters"])
 
     def forward(self, *values: mx.array) -> list[mx.array]:
         """Run all chunks. values: the leaves of `inputs`. Return the leaves of the results."""
@@ -104,7 +96,7 @@ class Chunks:
             # Make all inputs of this chunk wait for the state. Products of the input alone do not depend on the state,
             # so MLX could otherwise compute them for all chunks at once, which takes more memory.
             piece = waiting(pieces[start // self.K], state)
-            outputs[start], state = self.run(start, piece, state, tree)
+            outputs[start], state = self.run(start, {"piece": piece, "state": state, "shared": tree})
         whole = mapped(in_time, *(outputs[start] for start in sorted(outputs)))
         self.structure = (whole, state, starts)
         return leaves(self.structure)
@@ -112,8 +104,8 @@ class Chunks:
     def backward(self, primals: Any, cotangents: Any, results: Any) -> list[mx.array]:
         """Run each chunk again, the last one first, and return the gradients of the leaves of `inputs`."""
         # whole: the outputs of all steps. shared: the inputs that all chunks read, whose gradients are added up.
-        tree, (_, _, starts) = filled(self.inputs, primals), self.results(results)
-        d_whole, d_state, d_starts = self.results(cotangents)
+        tree, (_, _, starts) = filled(self.inputs, primals), filled(self.structure, results)
+        d_whole, d_state, d_starts = filled(self.structure, cotangents)
         pieces, d_outputs = in_pieces(tree["sequences"], self.T, self.K), in_pieces(d_whole, self.T, self.K)
         shared = {name: tree[name] for name in ("parameters", "modules")}
         d_pieces, d_shared = {}, mapped(mx.zeros_like, shared)
@@ -123,7 +115,7 @@ class Chunks:
             given = waiting({"piece": pieces[n], "state": begin["state"], "shared": shared}, d_state)
             # A second derivative must not follow the random numbers, which have no derivative.
             with random_numbers_from(mx.stop_gradient(begin["random"])):
-                d = gradients(partial(results_of, self.run, start), given, (d_outputs[n], d_state))
+                d = gradients(partial(self.run, start), given, (d_outputs[n], d_state))
             # The states at the starts are results of `forward`, so they have cotangents, too.
             d_state = mapped(added, d["state"], d_starts[str(start)]["state"])
             d_shared = mapped(added, d_shared, d["shared"])
@@ -135,15 +127,9 @@ class Chunks:
         return leaves({"sequences": d_sequences, "state": d_state} | d_shared)
 
 
-def results_of(run: Chunk, start: int, given: Any) -> Any:
-    """Call `run` for one chunk whose inputs are in the dict `given`. Return its results."""
-    return run(start, given["piece"], given["state"], given["shared"])
-
-
 def gradients(function: Callable[[Any], Any], given: Any, cotangents: Any) -> Any:
-    """Return the gradients of a function with respect to all arrays of the tree `given`, which is its argument.
-    cotangents: the gradients of the function's results, as a tree of the same structure. The gradient of an array of
-    integers is 0."""
+    """Return the gradients of a function with respect to the arrays of its argument, the tree `given`; 0 for integers.
+    cotangents: the gradients of the function's results, as a tree of the same structure."""
     arrays = leaves(given)
     # varied: the indices of the arrays of floats.
     varied = [n for n, array in enumerate(arrays) if is_float(array)]
@@ -178,8 +164,7 @@ def is_float(array: mx.array) -> bool:
 
 
 def added(one: mx.array, other: mx.array) -> mx.array:
-    """Return the sum of two gradients of an array. If the array has integers, both gradients are 0, so return one of
-    them."""
+    """Return the sum of two gradients of an array. For integers both are 0, so return one of them."""
     return one + other if is_float(one) else one
 
 
@@ -255,11 +240,10 @@ def captured_modules(step: Any) -> list[nn.Module]:
 
 
 def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) -> None:
-    """Raise an error if one step reads an array of floats that is neither in the tree of its arguments nor held by one
-    of the modules: the gradient of such an array would be 0. A search of the step's code may miss it, so MLX lists what
-    the step reads. Raise an error, too, if the step changes an array of a module, such as a running mean: the change
-    would be lost, or the gradient would make it again. If MLX cannot list an operation of the step, nothing is raised.
-    run: runs the step with such a tree."""
+    """Raise an error if one step reads an array of floats that is neither in the tree of its arguments nor in a module:
+    its gradient would be 0. A search of the step's code may miss it, so MLX lists what the step reads. Raise an error,
+    too, if the step changes an array of a module, such as a running mean: the change would be lost, or made again by
+    the gradient. If MLX cannot list the step's operations, nothing is raised. run: runs the step with such a tree."""
     # held: of each module all arrays, as pairs (key, array), also those that are no parameters. Arrays in a tuple, no
     # parameters for MLX, cannot be replaced, so a step with such a module is not checked.
     whole: Any = [tree_flatten(module, is_leaf=lambda value: isinstance(value, tuple)) for module in modules]

@@ -21,6 +21,7 @@ from ..oracle.arithmetic import ACTIVATIONS, Array, Rounding, Tensors
 from ..oracle.closeness import float_of
 from ..oracle.judge import Case
 from ..oracle.verdict import largest
+from ._arguments import weight_shapes
 from ._trial import STEER, dtype_word
 
 WIDTH = 3
@@ -60,10 +61,9 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
 
 
 def is_smooth(case: Case) -> bool:
-    """Return whether two conditions hold. All outputs of a case are smaller than LARGEST. No argument of an activation
-    or comparison in the cell is within 16 eps of a point where the result or its slope jumps, because rounding could
-    move the argument across this point. For a cell written by the user the gradients must be small, too, because such
-    a cell may be steep, as a logarithm is near 0."""
+    """Return whether all outputs are smaller than LARGEST, and no argument of an activation or comparison is within 16
+    eps of a point where the result or its slope jumps, across which rounding could move it. For a user's cell the
+    gradients must be small, too, because it may be steep, as a logarithm near 0."""
     with np.errstate(all="ignore"):  # unbounded activations may overflow float64
         results = case.results(Rounding(np.float64))
         if case.op == "pointwise":  # with cotangents the results contain the gradients, too
@@ -165,40 +165,28 @@ def away_from_limits(problem: Problem, parts: Tensors, signs: Array, rng: np.ran
 def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the float arrays for a test run of kernels, in the order of the problem's names. A weight
     that will be quantized has the shape of its float matrix. T, B, H, P, D, G: steps, batch items, units, width of h,
-    directions, gates. own: the first axis of arrays with one entry per direction. cell.carried: the number of states
-    besides h. masks_differ: each step has its own mask. "inputs": what a user's cell reads at each step besides the
-    preactivations."""
-    T, B, H, P = problem[:4]  # its first fields
-    D, G, own = problem.directions, problem.cell.gates, (2,) if problem.bidirectional else ()
+    directions, gates. cell.carried: the number of states besides h. masks_differ: each step has its own mask. "inputs":
+    what a user's cell reads at each step besides the preactivations."""
+    (T, B, H, P), cell, D, G = problem[:4], problem.cell, problem.directions, problem.cell.gates
     # width: the features of x. A row of a quantized Wx has at least one group of weights, so it needs more than WIDTH.
     width = problem.packing.group_size if problem.packing and is_packed("Wx", problem.names) else WIDTH
-    shapes: dict[str, tuple[int, ...]] = {
+    inputs, params = (cell.graph.inputs, cell.graph.params) if isinstance(cell, PointwiseCell) else (0, 0)
+    shapes: dict[str, Any] = {
+        **weight_shapes(G, (width, H, P), D, params),
         "x": (T, B, width if "Wx" in problem.names else D * G * H),
-        "Wx": (D * G * H, width),
-        "Wh": (*own, G * H, P),
-        "b": (D * G * H,),
-        "bhn": (D * H,),
-        "peephole": (*own, 4 * H),
-        "Wp": (*own, P, H),
         "h0": (B, D * P),
-        "c0": (B, D * problem.cell.carried * H),
+        "c0": (B, D * cell.carried * H),
         "mask": (T, B, D * P) if problem.masks_differ else (B, D * P),
         "keep": (T, B, D),
+        "inputs": (T, B, D * inputs * H),
     }
-    shapes |= {f"norm_{part}": (*own, G * H) for part in ("scale", "shift")}
-    shapes |= {f"norm_c_{part}": (*own, H) for part in ("scale", "shift")}
-    if isinstance(problem.cell, PointwiseCell):
-        graph = problem.cell.graph
-        shapes |= {"inputs": (T, B, D * graph.inputs * H), "params": (D * graph.params * H,)}
-    return {name: shapes[name] for name in problem.names if name in shapes}
+    return {name: tuple(shapes[name]) for name in problem.names if name in shapes}
 
 
 def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the outputs of a test run of kernels.
-
-    T, B, H, P, D: steps, batch items, units, width of h, directions. cell.carried: the number of states besides h.
-    cell.kept: how many numbers of each unit the forward pass saves for the gradient, at each step.
-    """
+    """Return {name: shape} of a trial's outputs. T, B, H, P, D: steps, batch items, units, width of h, directions.
+    cell.carried: the number of states besides h. cell.kept: how many numbers per unit the forward pass saves at each
+    step."""
     (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
     c = D * cell.carried * H
     shapes = {"h": (T, B, D * P), "c": (T, B, c), "gates": (T, B, D * cell.kept * H), "hT": (B, D * P), "cT": (B, c)}
@@ -206,15 +194,13 @@ def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def zeros(problem: Problem) -> dict[str, mx.array]:
-    """Return arrays of zeros with the shapes and dtypes of a test run's arrays. They are enough to list the kernels of
-    the test run, because only shapes and dtypes decide which kernels run."""
+    """Return a trial's arrays, filled with zeros: enough to list its kernels, which only shapes and dtypes decide."""
     arrays = {name: mx.zeros(shape, problem.dtype) for name, shape in shapes_of(problem).items()}
     return quantized(problem, arrays)
 
 
 def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the arrays for MLX: each weight that is quantized in the problem is replaced by three arrays, its
-    packed integers, scales and biases."""
+    """Return the arrays for MLX: each quantized weight becomes its packed integers, scales and biases."""
     if problem.packing is not None:
         for name in [name for name in arrays if is_packed(name, problem.names)]:
             arrays = arrays | problem.packing.quantize(arrays[name]).arrays(name)
@@ -222,10 +208,9 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
 
 
 def scaled(problem: Problem, parts: Tensors, scale: float) -> Tensors:
-    """Return the arrays of a test run, from the random arrays `parts` of `draw_parts`. scale: a factor on the random
-    terms of the preactivations. parts["steer"], [D G H], is an offset of each preactivation that is not scaled: it
-    keeps the preactivation away from the kinks of its activation (jumps of the slope). D, G, H: directions, gates,
-    hidden units."""
+    """Return a trial's arrays, from the random arrays `parts` of `draw_parts`. scale: a factor on the random terms of
+    the preactivations. parts["steer"], [D G H], is an offset of each preactivation that is not scaled: it keeps it away
+    from the kinks of its activation (jumps of the slope). D, G, H: directions, gates, hidden units."""
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale

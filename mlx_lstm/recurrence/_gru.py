@@ -1,12 +1,5 @@
-"""The GRU over a sequence (`gru`) and its gradient op (`gru_gradients`).
-
-T: time steps, B: sequences of the batch, I: input features, H: hidden units. Both functions work in the same steps:
-
-- `given` makes a dict of the arrays that are not None. `check_gru` checks the options and returns the cell.
-- `with_norm` (only `gru`) adds the options of a `Norm` to the cell, and its arrays to the dict. `without_norm` makes
-  the gradient op refuse the argument `norm`.
-- `Call` checks the arrays, chooses an engine and runs it. `Call.forward` returns (outputs by name, the chosen engine).
-"""
+"""The GRU over a sequence (`gru`) and its gradient op (`gru_gradients`). Both work in the same steps as the functions
+of `_lstm`; `check_gru` checks the options and returns the cell."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

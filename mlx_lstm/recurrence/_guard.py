@@ -4,10 +4,9 @@ A trial runs in a child process. Its verdict stays valid on this machine until t
 kernels change. An engine whose kernels fail is refused: another engine takes over, with a warning. If the caller
 forced the refused engine, the reason is raised as an error.
 
-A `Problem` describes a call without its arrays. `trial_of` (in `_trial`) makes a `Trial` of it: a small call that runs
-the same kernels. The trial's text is a line of JSON, the key under which the module `verdicts` stores the result. A
-reason is a text that says why kernels are refused; "" means that they are correct, None that they were not tested. A
-`Choice` is an engine's name and the reason why it was chosen.
+A `Problem` describes a call without its arrays; `trial_of` makes a `Trial` of it: a small call that runs the same
+kernels. The trial's text, a line of JSON, is the key of its result in the module `verdicts`. A reason says why kernels
+are refused; "" means that they are correct, None that they were not tested.
 """
 
 from collections import defaultdict
@@ -40,12 +39,10 @@ _unguarded: list[bool] = []
 def guarded(
     chosen: Choice, problem: Problem, best: Callable[..., Choice], divided: Callable[[Problem, str], Problem]
 ) -> tuple[Choice, Problem]:
-    """Return the choice of an engine whose kernels are correct on this machine, and the problem as that engine runs
-    it. The engine is `chosen`, or another one if `chosen` is refused.
-
-    best: a function that chooses again without the `refused` engines. It raises ValueError if the caller forced one
-    of them. divided: a function that adds to a problem how an engine divides its sequence in time.
-    """
+    """Return the choice of an engine whose kernels are correct on this machine, and the problem as that engine runs it:
+    `chosen`, or another engine if its kernels are refused. best: chooses again without the `refused` engines; it raises
+    ValueError if the caller forced one of them. divided: adds to a problem how an engine divides its sequence in
+    time."""
     refused: dict[str, str] = {}  # {engine: reason}
     if _unguarded:
         return chosen, problem
@@ -65,16 +62,12 @@ def guarded(
 
 
 def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
-    """Return a function that runs the backward kernels of a Metal engine in a trial before their first use, and tests
-    whether their results are correct. Return None if no test is needed.
-
-    Which backward kernels run depends on the outputs that the loss uses, which is known only when MLX computes the
-    gradient. Two kinds of kernels have been tested before the forward pass: those for a loss of h alone, and those of a
-    call without training, which are the same for every loss. The returned function tests all others. It takes the names
-    of the outputs that have a cotangent (a gradient), and returns why the kernels are refused, or an empty text.
-
-    is_forced: whether the user forced the engine; then the function raises ValueError instead of returning a reason.
-    """
+    """Return a function that tests the backward kernels of a Metal engine in a trial before their first use, or None if
+    they need no test. Which of them run depends on the outputs that the loss uses, which is known only when MLX
+    computes the gradient. Those for a loss of h alone, and those of a call without training, were tested before the
+    forward pass; the function tests all others. It takes the names of the outputs that have a cotangent (a gradient),
+    and returns why the kernels are refused, or "". is_forced: whether the user forced the engine; then it raises
+    ValueError instead."""
     # plain: nobody can ask for a gradient. is_real(): there is a GPU, not the emulated GPU of the tests.
     if problem.plain or _unguarded or not is_real():
         return None
@@ -102,11 +95,8 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Inside this context run all Metal kernels without a prior test run, in all threads, even kernels that have failed
-    one.
-
-    Commands use it if they compare each result with an oracle themselves, or show the compiler's messages.
-    """
+    """Inside this context run all Metal kernels without a trial, in all threads, even kernels that have failed one.
+    Commands use it if they compare each result with an oracle themselves, or show the compiler's messages."""
     _unguarded.append(True)
     try:
         yield
@@ -122,11 +112,8 @@ def is_real() -> bool:
 
 @lru_cache(4096)
 def refusal(engine: str, problem: Problem) -> str:
-    """Return why this machine refuses an engine's kernels for a problem, or an empty text if they are correct.
-
-    Kernels that have not been tested on this machine are tested now, only once, however many threads or processes ask
-    at the same time.
-    """
+    """Return why this machine refuses an engine's kernels for a problem, or "". Kernels that were never tested here are
+    tested now, only once, however many threads or processes ask at the same time."""
     if not is_real():  # there is no GPU, only one that tests emulate
         return ""
     trial = trial_of(engine, problem)
@@ -163,9 +150,8 @@ def tried(trial: Trial, others: list[Trial]) -> str:
 
 @contextmanager
 def one_process_at_a_time() -> Iterator[None]:
-    """Return a context that holds a file lock, so that only one process of the user tests kernels at a time. A
-    process that waited for the lock then reads the results from the file of verdicts, and need not test the same
-    kernels again. On a system without file locks, the context does nothing."""
+    """Return a context that holds a file lock, so that only one process of the user tests kernels at a time. A process
+    that waited reads the results from the file of verdicts. Without file locks the context does nothing."""
     try:
         import fcntl
 
@@ -202,8 +188,7 @@ def forget() -> None:
 
 @cache
 def tell(engine: str, following: str, reason: str) -> None:
-    """Warn that an engine is refused and which engine, `following`, takes over. The warning appears once per process
-    for each reason."""
+    """Warn that an engine is refused and which one, `following`, takes over, once per process for each reason."""
     machine = tuning.machine()
     where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
     lasts = verdicts.keeping_of(reason)  # how long the stored verdict counts, "always" or "for a day"; "" if not stored
@@ -224,9 +209,8 @@ def command() -> list[str] | None:
 
 
 def try_out(trials: list[Trial]) -> list[Verdict]:
-    """Run trials of one engine in the child process. Return their results; if a trial ended or blocked the child, the
-    results end with this trial. If no child process can run, run the first trial in this process and return only its
-    result."""
+    """Run trials of one engine in the child process. Return their results, up to a trial that ended or blocked the
+    child. If no child process can run, run the first trial in this process and return only its result."""
     words = command()  # the child's command line, or None if no child can be started
     if words:
         with suppress(CannotBegin):

@@ -1,18 +1,11 @@
 """Run a trial of Metal kernels (a small test run before their first use) and compare the results with the float64
-oracle.
+oracle. The guard starts this module in a child process, because a fault of the GPU may end or hang the process in which
+it occurs.
 
-The guard starts this module in a child process, because a fault of the GPU may end or hang the process in which it
-occurs.
-
-The names of this module are:
-
-- A `Trial` is an engine and a `Problem`. The problem describes a small call that runs the same kernels as the user's
-  call: sizes, the cell, options, the names of the arrays. problem.plain: nobody can ask for a gradient of the call, so
-  no gradient is tested.
-- A `Drawn` has the random inputs of a trial twice: `arrays` for MLX, and `case` for the oracle.
-- `shown_of(problem)` lists the outputs that a caller gets, such as h, hT.
-- A cotangent is the gradient of such an output, with which the backward pass begins.
-- A reason is a text that says why kernels are refused; "" if they are correct.
+A `Trial` is an engine and a `Problem`: a small call that runs the same kernels as the user's (sizes, cell, options,
+names of the arrays). problem.plain: nobody can ask for a gradient, so none is tested. A `Drawn` has the random inputs
+twice: `arrays` for MLX, and `case` for the oracle. A cotangent is the gradient of an output, with which the backward
+pass begins. A reason says why kernels are refused; it is "" if they are correct.
 """
 
 from collections.abc import Callable
@@ -43,8 +36,7 @@ def main() -> None:
 
 
 class Trials:
-    """Runs trials (small test runs of kernels) in the child process. It remembers the kernels that were correct, so
-    that no later trial runs just to test them again."""
+    """Runs trials in the child process, and remembers the kernels that were correct, so that none is tested twice."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
@@ -81,9 +73,8 @@ class Recorder:
         self.recorded: dict[Trial, set[Text]] = {}  # the results of `texts_of`
 
     def kernel(self, **definition: Any) -> Callable[..., Any]:
-        """Return a function that launches a kernel. The kernel is built at its first launch. While this object
-        records which kernels a test run needs, a launch does not run the kernel: it only records the kernel's
-        source, and returns zeros in place of its outputs."""
+        """Return a function that launches a kernel, which is built at its first launch. While this object records, a
+        launch only records the kernel's source, and returns zeros in place of its outputs."""
         built: list[Callable[..., Any]] = []  # empty before the kernel's first launch, then [the kernel]
 
         # Launch the kernel; while `self.texts` is a set, only record what determines the kernel. inputs, call: the
@@ -103,8 +94,7 @@ class Recorder:
         return launch
 
     def texts_of(self, trial: Trial) -> set[Text]:
-        """Return the sources of all kernels that a trial would launch, without launching them. Return an empty set if
-        this fails."""
+        """Return the sources of all kernels that a trial would launch; an empty set if they cannot be recorded."""
         if trial not in self.recorded:
             problem, shapes = trial.problem, output_shapes(trial.problem)
             # Only shapes and dtypes decide which kernels run, so all arrays are zeros and all lengths T.
@@ -148,9 +138,8 @@ def cotangents_of(problem: Problem) -> tuple[str, ...]:
 
 
 def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
-    """Run a recurrence, described by `problem` (sizes, cell, options), on an engine with random inputs. Return all
-    outputs that a caller gets and, if the problem needs gradients, the gradients under names such as "dWx". drawn: the
-    random arrays for MLX, and the case for the oracle, from which the lengths are read."""
+    """Run a problem on an engine. Return all outputs that a caller gets and the gradients, as "dWx". drawn: the random
+    arrays for MLX, and the case for the oracle, from which the lengths are read."""
     lengths = mx.array(drawn.case.call["lengths"], mx.int32) if "lengths" in problem.names else None
     in_dtype = {name: to_mlx(array, problem.dtype) for name, array in cotangents.items()}
     values = graph(problem, drawn.arrays, lengths, in_dtype, engine)
@@ -165,10 +154,9 @@ def graph(
     cotangents: dict[str, mx.array],
     engine: str,
 ) -> dict[str, mx.array]:
-    """Run a recurrence on this engine. Return its outputs, and the gradients under names such as "dWx", as lazy MLX
-    arrays with the time axis first. arrays: the inputs and weights. lengths: the number of steps of each batch item, or
-    None. cotangents: the incoming gradients of outputs, by the outputs' names. A `plain` problem has no gradients,
-    because nobody can ask for one."""
+    """Run a problem on an engine. Return its outputs, and the gradients as "dWx", as lazy MLX arrays with the time axis
+    first. lengths: the number of steps of each batch item, or None. cotangents: the incoming gradients, by the outputs'
+    names. A `plain` problem has no gradients, because nobody can ask for one."""
     floats = {name: array for name, array in arrays.items() if name not in packed_names(arrays)}
     # Quantized weights and lengths have no gradient.
     others = {name: array for name, array in arrays.items() if name not in floats}

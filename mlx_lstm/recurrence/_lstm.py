@@ -115,7 +115,7 @@ def lstm(
             `LSTMCell`; no limit if 0 or less. It needs `Wp`.
         clip_gradient (str): the gradient of both clips. `"through"`: it passes unchanged, as in TensorFlow's block ops.
             `"zero"`: it is 0 where the clip changed the value, as with `torch.clamp` (AllenNLP's ELMo) and in
-            TensorFlow's `LSTMCell`. A value that equals the limit already passes it. With 16 bits `"zero"` rounds
+            TensorFlow's `LSTMCell`. Where a value equals the limit, the gradient passes. With 16 bits `"zero"` rounds
             the limits to the dtype. Default: `"through"`.
         forget_bias (float): a number that is added to the forget gate's preactivation. Default: 0.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
@@ -217,8 +217,8 @@ def lstm_gradients(
 
     Args:
         x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`, except forget_bias: the formulas of the gradient
-            do not contain it. They contain the limits cell_clip and projection_clip with clip_gradient `"zero"` only.
-            With `Wx=None` only the shape of x matters.
+            do not contain it. The clips cell_clip and projection_clip change the gradients only if clip_gradient is
+            `"zero"`. With `Wx=None` only the shape of x matters.
         gates (array): [T, B, 4H], as `lstm` returned them.
         c (array): [T, B, H], as `lstm` returned it.
         h (array, optional): [T, B, P], as `lstm` returned it. Required with a projection. Default: computed from

@@ -3,7 +3,7 @@ their checks. `engines.input_norm` computes the part of it that comes before the
 
 A `Norm` is what the user writes, with the arrays of scales and shifts. `NormOptions`, a field of the cell, is what
 engines read: the options without arrays. The arrays become arrays of the call, such as `norm_scale`. G: gates, H:
-units. op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+units.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,14 +82,8 @@ class Norm(NamedTuple):
         return f"Norm({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
 
-NAMES = {
-    "scale": "norm_scale",
-    "shift": "norm_shift",
-    "input_scale": "norm_input_scale",
-    "input_shift": "norm_input_shift",
-    "c_scale": "norm_c_scale",
-    "c_shift": "norm_c_shift",
-}
+FIELDS = ("scale", "shift", "input_scale", "input_shift", "c_scale", "c_shift")
+NAMES = {name: f"norm_{name}" for name in FIELDS}
 """{field of `Norm` that holds an array: the name of this array in a call}."""
 
 OF = {"products": "products", "recurrent": "product", "sum": "sum", None: None}
@@ -187,9 +181,8 @@ def first_value(name: str, shape: list[int]) -> mx.array:
 
 
 def norm_given(norm: NormOptions, arrays: Mapping[str, Any]) -> Norm:
-    """Return the `Norm` that a user would write for these options of an engine: the inverse of `options_of`. A layer
-    shows it in its repr, and passes it to `pointwise`. arrays: a call's arrays by names such as "norm_scale"; the
-    arrays of the normalisation become fields of the `Norm`."""
+    """Return the `Norm` that a user would write for these options of an engine: the inverse of `options_of`. arrays: by
+    a call's names such as "norm_scale"; those of the normalisation become fields of the `Norm`."""
     of = next(users_word for users_word, engines_word in OF.items() if engines_word == norm.of)
     given = {field: arrays[in_call] for field, in_call in NAMES.items() if in_call in arrays}
     return Norm(of, c=norm.c, gates=norm.gates, eps=norm.eps, **given)

@@ -4,9 +4,7 @@ products with the weights; the function then computes each hidden unit from the 
 T: time steps, B: batch items, I: input features, H: hidden units, G: gates (preactivations per unit), S: states, D:
 directions. The user's function is cell(a, state, *inputs, *params): a has the gates, the inputs differ from step to
 step, the params do not. Tracing the function means to find its graph of operations, from which the engines generate
-code. A `Call` gets the first h as its array h0, and all other first states side by side as its array c0. `fail(OP,
-rule, got)` raises the ValueError "[pointwise] rule but got ...". `check_array(OP, name, array, shape)` checks a shape,
-in which a string such as "B" stands for any size.
+code. A `Call` gets the first h as its array h0, and all other first states side by side as its array c0.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +26,10 @@ OP = "pointwise"
 
 
 class OwnCell(NamedTuple):
-    """A cell that the user wrote, before it is traced: the function and its options, as a layer holds them.
-
-    gates, states, params: the numbers of gates, of states (h included) and of parameters per unit. apart: whether the
-    function gets each gate as a pair, its part from x and its part from h. recurrent: whether h is multiplied by Wh.
-    norm: the options of layer normalisation.
-    """
+    """A cell that the user wrote, before it is traced: the function and its options, as a layer holds them. gates,
+    states, params: how many there are per unit (h is a state). apart: whether the function gets each gate as a pair,
+    its part from x and its part from h. recurrent: whether h is multiplied by Wh. norm: the options of layer
+    normalisation."""
 
     function: Callable[..., Any]
     gates: int

@@ -1,13 +1,11 @@
 """Base class of the quantized layers of `mlx_lstm.nn` and `mlx_lstm.torch`.
 
-`mx.quantize` stores a weight matrix as packed integers of a few bits. Each group of numbers of a row has a scale and,
-in mode "affine", a bias. A quantized layer has the parameters of its float layer, but a quantized weight such as `Wh`
-is up to three arrays: `Wh` (the packed integers), `Wh_scales` and `Wh_biases`.
+A quantized layer has the parameters of its float layer, but a weight such as `Wh` is packed by `mx.quantize` as up to
+three arrays: `Wh` (packed integers of a few bits), `Wh_scales` and `Wh_biases`: a scale and, in mode "affine", a bias
+for each group of numbers of a row. The arguments of `mx.quantize` are group_size, bits (of each number) and mode (the
+kind of scales). DEFAULTS: {mode: its default (group_size, bits)}. WIDTHS: {mode: (group sizes, bits) that it allows}.
 
-The arguments of `mx.quantize` are group_size (how many numbers of a row share a scale), bits (of each number) and mode
-(the kind of scales). DEFAULTS: {mode: its default (group_size, bits)}. WIDTHS: {mode: (group sizes, bits) that it
-allows}. MLX's class of layers, `nn.Module`, is a dict of the layer's parameters: `self.items()` lists them. All other
-attributes are in `vars(self)`.
+MLX's class of layers, `nn.Module`, is a dict of the layer's parameters. All other attributes are in `vars(self)`.
 """
 
 from inspect import Signature, signature
@@ -31,8 +29,7 @@ QUANTIZED: dict[type[nn.Module], type["QuantizedLayer"]] = {}
 
 
 class QuantizedLayer(nn.Module):
-    """Base class of quantized layers such as `QuantizedLSTM`. The class of a quantized layer inherits from this
-    class first, then from the class of the float layer."""
+    """Base class of quantized layers, which inherit from it first, then from the class of the float layer."""
 
     op: str  # the layer's name in errors
     of: type[nn.Module]  # the float layer's class
@@ -78,7 +75,11 @@ class QuantizedLayer(nn.Module):
             rule = f"layer must be of the class {cls.of.__module__.removesuffix('._layers')}.{cls.of.__name__}"
             fail(cls.op, rule, f"{type(layer).__module__}.{type(layer).__qualname__}")
         new = cls.__new__(cls)  # without the constructor, which would draw parameters
-        new.take_over(layer)
+        nn.Module.__init__(new)
+        # _no_grad: MLX's set of the names of frozen parameters, which is not copied.
+        state = {name: value for name, value in vars(layer).items() if name not in ("_no_grad", "_engine_used")}
+        vars(new).update({"engine": None, "checkpoint_every": None} | state)  # MLX's own layers do not have these two
+        dict.update(new, layer)  # the parameters
         new.pack(group_size, bits, mode)
         return new
 
@@ -104,15 +105,6 @@ class QuantizedLayer(nn.Module):
             elif not name.endswith(("_scales", "_biases")):
                 new[name] = value
         return new
-
-    def take_over(self, layer: nn.Module) -> None:
-        """Copy the parameters and attributes of a layer. Which of its parameters are frozen (`_no_grad`) is not
-        copied."""
-        nn.Module.__init__(self)
-        state = {name: value for name, value in vars(layer).items() if name not in ("_no_grad", "_engine_used")}
-        vars(self).update({"engine": None, "checkpoint_every": None} | state)  # MLX's own layers do not have these two
-        for name, value in layer.items():
-            self[name] = value
 
     def pack(self, group_size: int | None, bits: int | None, mode: str) -> None:
         """Quantize the weights of this layer and freeze all its parameters. group_size, bits: None stands for the

@@ -153,11 +153,8 @@ class StepError(Exception):
 
 
 class Form(NamedTuple):
-    """How the user's step takes and returns the states.
-
-    call: a key of `CALLS`, such as "step(x, (c, h))". The step returns the states in the order of this call. at: the
-    index of the first new state among all arrays that the step returns.
-    """
+    """How the user's step takes and returns the states. call: a key of `CALLS`; the step returns the states in the same
+    order. at: the index of the first new state among all arrays that the step returns."""
 
     call: str
     at: int
@@ -223,11 +220,9 @@ class Way(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The arguments of a call that may equal the user's cell.
-
-    arguments: an `Expression` for each array, and the options, by name; empty if no parameter is the weight of a gate.
-    parts: the blocks of parameters by (gate, kind). unknown: the Python code of blocks that have the effect of no gate.
-    """
+    """The arguments of a call that may equal the user's cell: an `Expression` for each array, and the options, by name;
+    empty if no parameter is the weight of a gate. parts: the blocks of parameters by (gate, kind). unknown: the Python
+    code of blocks that have the effect of no gate."""
 
     arguments: dict[str, Any]
     parts: dict[Part, list[Block]]
@@ -314,8 +309,7 @@ def about_norms(module: Any) -> str:
 
 
 def line_found(trial: "Trial") -> str | None:
-    """Return the line of the first hypothesis that equals the user's cell. Return None if there is none; then
-    `trial.nearest` says why."""
+    """Return the line of the first hypothesis that equals the user's cell, or None; then `trial.nearest` says why."""
     # Remember the state of MLX's random numbers. If it has changed below, the cell has drawn random numbers.
     random: Any = mx.random.state
     before = np.array(random[0])
@@ -346,12 +340,9 @@ def line_found(trial: "Trial") -> str | None:
 
 
 class Trial:
-    """Run the user's cell with chosen parameters, cache the results of single blocks, and remember the hypothesis
-    that was nearest to the cell.
-
-    nearest: the text on this hypothesis. errors: the text on the calls that did not run. before: the module's own
-    parameters by title (their Python code), which `set` puts back.
-    """
+    """Run the user's cell with chosen parameters, cache the results of single blocks, and remember the hypothesis that
+    was nearest to the cell. nearest: the text on it. errors: the text on the calls that did not run. before: the
+    module's own parameters by title (their Python code), which `set` puts back."""
 
     def __init__(self, module: Any, step: Callable[..., Any], D: int, H: int, name: str):
         """Find the float parameters of the module, and draw the inputs of a step. name: the module's name in the
@@ -386,9 +377,8 @@ class Trial:
             self.rank, self.nearest = rank, text
 
     def numbers(self, n: int) -> np.ndarray:
-        """Return the random weights [H, C] or [H] of block n. In each run of the cell all blocks are 0 except one or
-        two, which have these weights. The weights of a block are the same in every run. H, C: units, columns of the
-        matrix."""
+        """Return the random weights [H, C] or [H] of block n, the same in every run of the cell, in which all blocks
+        but one or two are 0. H, C: units, columns of the matrix."""
         block = self.blocks[n]
         C = {"x": self.D, "h": self.H}.get(block.kinds[0])  # the columns; None for a vector, such as a bias
         draws = np.random.default_rng([1, n])  # 1: another sequence than that of x and the states, whose seed is 0
@@ -432,8 +422,7 @@ class Trial:
 
     def run(self, form: Form, x: mx.array, *states: mx.array) -> tuple[list[mx.array], list[mx.array]]:
         """Run the user's step. Return (the new states, h or h and c; all other arrays [B, H] that it returns, each of
-        which must equal h). form: how the step takes and returns states. states: h, or h and c. B, H: batch items,
-        units."""
+        which must equal h). states: h, or h and c. B, H: batch items, units."""
         arrays, stop = self.arrays(form.call, x, *states), form.at + form.states
         found, rest = arrays[form.at : stop], arrays[: form.at] + arrays[stop:]
         if [array.shape for array in found] != [states[0].shape] * form.states:
@@ -559,14 +548,10 @@ def ways_of(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
 
 
 def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
-    """Yield (way, text) for a cell with the states h and c. A `Way` is a hypothesis on the formula that the user's cell
-    computes: here the function "lstm" with the measured forget bias and limit on c. It is yielded once for each kind of
-    output peephole, which reads the current or the previous c, and for each gradient that a limit on c may have. text:
-    says that the forget bias could not be measured, or "".
-
-    A step with all parameters 0 multiplies c by the sigmoid of the forget bias. So a step from a tiny c shows the
-    forget bias, and a step from a huge c shows the limit on c.
-    """
+    """Yield (way, text) for a cell with the states h and c: an LSTM with the measured forget bias and limit on c, once
+    for each kind of output peephole, which reads the current or the previous c, and each gradient that the limit may
+    have. text: says that the forget bias could not be measured, or "". A step with all parameters 0 multiplies c by the
+    sigmoid of the forget bias. So a step from a tiny c shows the forget bias, and one from a huge c the limit on c."""
     tiny, huge = trial.new(form, size=1e-6), trial.new(form, size=1e6)
     if tiny is None or huge is None:
         return
@@ -616,8 +601,7 @@ def written(number: float) -> float:
 
 def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]], list[str]]:
     """Find out which blocks (H rows of a parameter) are the weights of which gate, if the cell computes the formula
-    `way`. Return a dict from (gate, kind) to lists of blocks, and the Python code of blocks that have the effect of no
-    gate."""
+    `way`. Return {(gate, kind): blocks}, and the Python code of blocks that have the effect of no gate."""
     parts: dict[Part, list[int]] = {}
     # gates: the gates whose weights have an effect while all other parameters are 0.
     gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]
@@ -657,15 +641,11 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
 def part_of(
     way: Way, trial: Trial, form: Form, n: int, gates: list[str], known: dict[Part, int]
 ) -> tuple[Part | None, bool]:
-    """Find out to which gate block n (H rows of a parameter) belongs, and what its weights multiply. Return (part, has
-    an effect): part is (gate, kind), with the kinds of `Part` such as "x", or None if no gate fits; the second value
-    tells whether the block changes the states.
-
-    The user's cell runs one step with all parameters 0 except for this block. The formula `way` (an op and its options)
-    runs one step with the same numbers as the weights of one gate and kind. If both give nearly the same states, this
-    gate and kind are right. gates: the gates to try. known: another block that is not 0, because some gates have no
-    effect alone; or {}.
-    """
+    """Find out to which gate block n belongs, and what its weights multiply. Return (part, has an effect): part is
+    (gate, kind), or None if no gate fits; the second value tells whether the block changes the states. The user's cell
+    runs one step with all parameters 0 except for this block, and the formula `way` with the same numbers as the
+    weights of one gate and kind. If both give nearly the same states, this gate and kind are right. gates: the gates to
+    try. known: another block that is not 0, because some gates have no effect alone; or {}."""
     context = tuple(known.values())
     # base: the new states without block n. got: the new states with it. want: what the formula gives if block n has the
     # weights of `part`.
@@ -718,13 +698,8 @@ def called(way: Way, arguments: dict[str, Any], x: mx.array, h: mx.array, c: mx.
 
 
 def match_of(way: Way, trial: Trial, form: Form) -> Match:
-    """Return the arguments of a call of `lstm`, `gru` or `rnn` that may equal the user's cell, in a `Match`. Its dict
-    `arguments` is empty if no call fits. A gate without weights gets zeros.
-
-    way: a hypothesis on the cell's formula, the function's name `way.op` and its options. trial: runs the user's cell
-    with chosen parameters. trial.D, trial.H: the features of x, the hidden units. form: how the user's step takes and
-    returns the states.
-    """
+    """Return the arguments of a call that may equal the user's cell; none if no call fits. A gate without weights gets
+    zeros. way: a hypothesis on the cell's formula. form: how the step takes and returns the states."""
     parts, unknown = parts_of(way, trial, form)
     if not {kind for _, kind in parts} & {"x", "h"}:
         # (1,): a low rank of this note, as not even one gate was found.
@@ -750,9 +725,8 @@ def match_of(way: Way, trial: Trial, form: Form) -> Match:
 
 
 def order_of(blocks: list[list[Block]], gates: str) -> str:
-    """Return the gate order, such as "ifgo", in which one parameter holds the blocks of all gates. A block is H rows
-    of a parameter. `blocks` has a list of blocks for each of the `gates`. Return "" if a gate has several blocks, or
-    if the blocks belong to different parameters."""
+    """Return the gate order, such as "ifgo", in which one parameter holds the blocks of all `gates`; "" if a gate has
+    several blocks, or if they belong to different parameters. blocks: for each gate a list of its blocks."""
     firsts = [each[0] for each in blocks if len(each) == 1]
     like = {block.view_key for block in firsts}
     if len(firsts) != len(gates) or len(like) != 1 or firsts[0].k != len(gates):
@@ -829,15 +803,12 @@ def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
 
 
 def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
-    """Return whether the cell's forget bias is the number in `way.options`, to about 1e-9. If the cell has no weights
-    that show it, return whether the number is 0.
-
-    MLX rounds a sigmoid to float32, also in float64. So sigmoid(z) is a staircase as a function of z. If z is wrong by
-    even a small part of a stair, some of many points z lie on another stair. Two staircases around z = 0 must be equal:
-    that of gate f, with z minus the forget bias as its input, and that of gate i. The new c shows them. It is
-    sigmoid(z_f) g if only f has weights and the old c is g; it is sigmoid(z_i) g if only i and g have weights and the
-    old c is 0.
-    """
+    """Return whether the cell's forget bias is the number in `way.options`, to about 1e-9; if the cell has no weights
+    that show it, whether this number is 0. MLX rounds a sigmoid to float32, also in float64, so sigmoid(z) is a
+    staircase: if z is wrong by even a small part of a stair, some of many points z lie on another stair. Two staircases
+    around z = 0 must be equal: that of gate f, with z minus the forget bias as its input, and that of gate i. The new c
+    shows them: it is sigmoid(z_f) g if only f has weights and the old c is g, and sigmoid(z_i) g if only i and g have
+    weights and the old c is 0."""
     # z_f, z_i: the preactivations of the gates f and i. g: the value of the candidate.
     # found: a block of f and of i that multiplies x, and one of g, if there are such. by_x: whether g reads x, too.
     kinds = (("f", "x"),), (("i", "x"),), (("g", "h"), ("g", "b"), ("g", "x"))
@@ -888,10 +859,9 @@ def compared(
     way: Way, arguments: dict[str, Any], trial: Trial, form: Form, batch: int
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
     """Run the user's cell and the call with random numbers of the magnitudes `BATCHES[batch]`. Yield (name, the cell's
-    array, the call's array, its allowed error) for the outputs of one step with many rows, the gradients of all
-    parameters, of x and of the states, and the outputs of several steps. ROUNDING and SLOPES: the allowed relative
-    errors of values and of gradients. From batch WITH_GRADIENTS on only one step is compared, without gradients: the
-    numbers are so large that a gradient may be NaN. BESIDE: the name of what a step returns besides the states."""
+    array, the call's array, its allowed error) for the outputs of one step with many rows and, in the first
+    WITH_GRADIENTS batches, for all gradients and the outputs of several steps: in later batches the numbers are so
+    large that a gradient may be NaN."""
     arrays, first = drawn(trial, form, batch)  # parameters by title; [x, h] or [x, h, c]
 
     # by_hand: compute one step by the user's cell. by_call: compute the same step by the call.
@@ -937,9 +907,8 @@ def compared(
 
 
 def drawn(trial: Trial, form: Form, batch: int) -> tuple[dict[str, mx.array], list[mx.array]]:
-    """Return random parameters as {title: array}, and x and the states with ROWS rows each. A title is the Python code
-    for a parameter, such as "self.weight". batch: the index of a row of BATCHES, which says how large the numbers are.
-    form: how the cell takes and returns its states; `form.states` is their number."""
+    """Return random parameters as {title: array}, and x and the states with ROWS rows each. batch: the index of a row
+    of BATCHES, which says how large the numbers are. form.states: the number of states."""
     # matrices, vectors, inputs, cell: how large the numbers are (their magnitudes) in the matrices, in the biases and
     # peepholes, in x and h, and in c. batch + 1: another random seed for each batch; `Trial.x` has the seed 0.
     draws, (matrices, vectors, inputs, cell) = np.random.default_rng(batch + 1), BATCHES[batch]

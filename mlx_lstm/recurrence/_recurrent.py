@@ -1,16 +1,10 @@
 """The function `recurrent`: run a cell that the user wrote in plain MLX over a sequence.
 
-T: time steps, B: batch items. The other names of this module are:
-
-- step: the user's function of one time step.
-- A tree is an array, or nested tuples, lists and dicts of arrays. Its leaves are the arrays.
-- live [T, B]: whether a batch item runs this step; None if all items run all steps. An item does not run a step that
-  is held (option `hold`) or after the item's end.
-- before, after [T, B]: factors from the option `keep`; the state is multiplied by them before and after a step.
-- `filled(tree, arrays)` returns a tree of the same structure with other arrays. `by_time` splits a sequence [T, ...]
-  into a list of its steps.
-- `form` returns a tree of texts with the dtype and shape of each array. Trees with equal forms have equal structures.
-- `fail(OP, rule, got)` raises the ValueError "[recurrent] rule but got ...".
+T: time steps, B: batch items. step: the user's function of one time step. A tree is an array, or nested tuples, lists
+and dicts of arrays. live [T, B]: whether a batch item runs this step, because the step is not held (option `hold`) and
+the item has not ended; None if all items run all steps. before, after [T, B]: factors from the option `keep`, by which
+the state is multiplied before and after a step. `filled(tree, arrays)` returns a tree of the same structure with other
+arrays. `form` returns a tree of texts with the dtype and shape of each array.
 """
 
 from collections.abc import Callable
@@ -123,13 +117,11 @@ def recurrent(
     forms: list[Any] = []  # the dtypes and shapes of the outputs of each step so far
 
     def run(start: int, sequences: Any, state: Any, parameters: Any) -> tuple[Any, Any]:
-        """Run the steps of a chunk of the sequence, which begins at step `start`. Return (outputs, last state).
-
-        Some items do not run a step: the option `hold` keeps their state at this step, or the item has ended. They are
-        computed nevertheless, because MLX has one graph for the whole batch, but this must not change any result. So
-        `of_live` replaces their x by zeros, and no NaN of the padding is read. `only_live` makes the derivatives of
-        their step 0. `over_time` gives them their old state, and 0 as the output.
-        """
+        """Run the steps of a chunk of the sequence, which begins at step `start`. Return (outputs, last state). Items
+        that do not run a step (it is held, or the item has ended) are computed, too, because MLX has one graph for the
+        whole batch, but must not change any result. So `of_live` replaces their x by zeros, and no NaN of the padding
+        is read. `only_live` makes the derivatives of their step 0. `over_time` gives them their old state, and 0 as the
+        output."""
         x, live, before = sequences
         # live [T, B]: which items run a step. before [T, B]: the factor on each item's state before the step. x_at,
         # live_at, before_at: x, live and before as lists with one entry per step. third: the third argument of the
@@ -185,10 +177,9 @@ def check_results(results: Any, state_form: Any, forms: list[Any], batch: int, t
 def over_steps(
     keep: Any, hold: Any, T: int, B: int, ends: mx.array | None, reverse: bool
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """Check the options `keep` (a factor on the state) and `hold` (steps that leave the state unchanged). Return (live,
-    before, after). live, bool [T, B]: which steps run, or None if all do. before, after [T, B]: the factors on the
-    state before and after each step, or None. ends [B]: the number of steps of each item, or None. T, B: steps, batch
-    items."""
+    """Check `keep` (a factor on the state) and `hold` (steps that leave the state unchanged). Return (live, before,
+    after). live, bool [T, B]: which steps run, or None if all do. before, after [T, B]: the factors on the state before
+    and after each step, or None. ends [B]: the number of steps of each item, or None. T, B: steps, batch items."""
     options = whole_steps(OP, keep, hold, (T, B), "[T, B]")
     held = options["hold"] != 0 if "hold" in options else None
     steps = Steps(T, B, backwards=(reverse,), batch_first=False, lengths=ends, hold=held)

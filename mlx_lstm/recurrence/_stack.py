@@ -70,8 +70,7 @@ def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str
 
 
 def by_layer(states: Any, D: int) -> Any:
-    """Reshape the states [L D, N, width] of L layers with D directions, for N sequences, to [L, N, D width], so that
-    both directions of a layer lie side by side."""
+    """Reshape the states [L D, N, width] of L layers, D directions and N sequences to [L, N, D width]."""
     rows, N, width = states.shape
     return states.reshape(rows // D, D, N, width).swapaxes(1, 2).reshape(rows // D, N, D * width)
 
@@ -100,12 +99,9 @@ def join_states(D: int, shape: Sequence[int], *states: Any) -> Any:
 
 
 def join_biases(bW: Any, bR: Any, *, gru: bool) -> dict[str, Any]:
-    """Return the bias `b` of a call: the sum of bW, the bias of the input's product, and bR, the bias of the recurrent
-    product, both [.., G H]. G, H: gates, hidden units.
-
-    A GRU also gets `bhn`, the candidate's part of bR: the reset gate multiplies it, so it is not part of the sum.
-    The candidate must be the last gate.
-    """
+    """Return the bias `b` of a call: the sum of bW, the bias of the input's product, and bR, that of the recurrent
+    product, both [.., G H]. A GRU also gets `bhn`, the candidate's part of bR, which is not in the sum because the
+    reset gate multiplies it. The candidate must be the last gate. G, H: gates, hidden units."""
     if not gru:
         return {"b": bW + bR}
     start = bW.shape[-1] // 3 * 2  # where the last of three gates begins

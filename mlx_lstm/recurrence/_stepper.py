@@ -1,17 +1,12 @@
 """Run layers one time step at a time with as little work per step as possible: the class `Stepper`.
 
 A `Stepper` checks its arguments once and keeps the states. The steps themselves run in a stream: `Stream`
-(`engines.numpy.stream`) on the CPU, `MLXStream` (`engines.stream`) on all other engines.
+(`engines.numpy.stream`) on the CPU, `MLXStream` (`engines.stream`) on all other engines. States are in dicts {name:
+[state of each layer]}. The names are h, and c, which has all other states side by side.
 
-B: batch items, H: hidden units, P: the width of h, U: inputs of each step of a user's cell, K: layers. The other names
-of this module are:
-
-- keep: a factor on the states before a step. carried: the number of states of a cell besides h.
-- A holder is a dict of parameters: a layer (MLX's layers are dicts), or a dict of arrays.
-- A `Plan` is one layer with the engine that was chosen. A `Problem` describes one step: its sizes and options. A
-  `Launch` has what an engine other than `numpy` needs at each step.
-- States are in dicts {name: [state of each layer]}. The names are h, and c, which has all other states side by side.
-- `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+B: batch items, H: hidden units, P: the width of h, U: inputs of each step of a user's cell, K: layers. keep: a factor
+on the states before a step. carried: the number of states of a cell besides h. A holder is a dict of parameters: a
+layer (MLX's layers are dicts), or a dict of arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,10 +57,9 @@ class Watched(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One layer of a stepper. problem, with_keep: the description of one step (sizes and options) without and with the
-    option `keep`, a factor on the states. choice: the engine that runs both. arrays: the parameters, and an input "x"
-    of zeros. norm: None, or if layer normalisation acts on the product x Wx^T: the cell, the parameters and the packing
-    (the format of quantized weights) from which this product is computed. Then `arrays` has no Wx."""
+    """One layer of a stepper. problem, with_keep: the description of one step without and with `keep`, a factor on the
+    states. choice: the engine that runs both. arrays: the parameters, and an input "x" of zeros. norm: None, or if the
+    product x Wx^T is normalised, the (cell, parameters, packing) from which it is computed; then `arrays` has no Wx."""
 
     problem: Problem
     with_keep: Problem
@@ -119,13 +113,11 @@ class Stepper:
         is_stack: bool,
         inputs: int = 0,
     ):
-        """Read the parameters and prepare a stream of steps whose states are zero. Only the layers call this.
-
-        op: the name in errors. read: returns the layers' cells and parameters. holders: the dicts or objects that hold
-        the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: whether the states have a first
-        axis with one entry per layer, even for a single layer. inputs: the number of inputs of each step that the
-        cell of the only layer reads.
-        """
+        """Read the parameters and prepare a stream of steps whose states are zero. Only the layers call this. op: the
+        name in errors. read: returns the layers' cells and parameters. holders: the dicts or objects with the arrays
+        that `read` reads. batch: the sizes of the batch axes. is_stack: whether the states have a first axis with one
+        entry per layer, even for a single layer. inputs: how many inputs of each step the cell of the only layer
+        reads."""
         self._op, self._read, self._is_stack, self._inputs = op, read, is_stack, inputs
         # `_prepare` sets: _shape (of x), _dtype (of the parameters), _carried (the number of states besides h),
         # _is_lstm (the states are h and c of an LSTM), _on_numpy (all layers run on the engine `numpy`), _stream (which
@@ -277,9 +269,10 @@ class Stepper:
         self._on_numpy = all(plan.choice.engine == "numpy" for plan in plans)
         self._shape = (*self._batch, plans[0].given["x"].shape[1])
         if self._on_numpy:
-            self._stream: Any = Stream(  # or MLXStream, which has the same methods
-                [numpy_problem(plan) for plan in plans], [numpy_views(plan) for plan in plans], self._batch
-            )
+            # plan.norm: (cell, ...), because `numpy` normalises the input's product itself, as the layer's cell says.
+            problems = [one.problem._replace(cell=one.norm[0]) if one.norm else one.problem for one in plans]
+            # Or MLXStream, which has the same methods.
+            self._stream: Any = Stream(problems, [numpy_views(plan) for plan in plans], self._batch)
         else:
             pairs = [launches_of(plan) for plan in plans]
             self._stream = MLXStream(pairs, self._batch, mx.default_device())
@@ -336,16 +329,14 @@ class Stepper:
         return as_numpy(value) if isinstance(value, mx.array) else value
 
     def _factors(self, keep: Any) -> np.ndarray:
-        """Check the option `keep` (a factor on the states). Return it as an array [B], with all batch axes in one. B:
-        the number of batch items."""
+        """Check the option `keep` (a factor on the states). Return it as [B], with all batch axes in one."""
         array = self._real("keep", keep)
         if not broadcasts(array.shape, self._batch):
             fail(self._op, f"keep must broadcast to {list(self._batch)}", f"shape {list(array.shape)}")
         return np.broadcast_to(array, self._batch).reshape(-1)
 
     def _whole_inputs(self, inputs: Any) -> np.ndarray:
-        """Check the cell's inputs of this step. Return them side by side, [B, U H] for U inputs of H units. B: the
-        number of batch items."""
+        """Check the cell's U inputs of this step. Return them side by side, [B, U H], for B batch items and H units."""
         if not isinstance(inputs, (tuple, list)) or len(inputs) != self._inputs:
             what = len(inputs) if isinstance(inputs, (tuple, list)) else type(inputs).__name__
             fail(self._op, f"inputs must be a tuple or list of {self._inputs} arrays", what)
@@ -362,11 +353,8 @@ class Stepper:
 
 
 def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:
-    """Evaluate all arrays in the dicts, and return each with a NumPy view of its memory.
-
-    While the view exists, MLX does not write into this memory: if MLX changes a parameter in place, the parameter gets
-    new memory. So a stepper sees that a parameter has changed.
-    """
+    """Evaluate all arrays in the dicts, and return each with a NumPy view of its memory. While the view exists, MLX
+    does not write into this memory: a parameter that is changed in place gets new memory, which a stepper notices."""
     found = []
     for holder in holders:
         for key, array in holder.items():
@@ -381,8 +369,7 @@ def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:
 
 
 def count_of(holders: Sequence[dict[str, Any]]) -> int:
-    """Return the number of entries of all dicts, plus those of the list `params` of a layer `Pointwise`. The number
-    changes if a parameter is added or removed."""
+    """Return the number of entries of all dicts, plus those of the list `params` of a layer `Pointwise`."""
     return sum([len(holder) + len(holder.get("params", ())) for holder in holders])
 
 
@@ -437,15 +424,9 @@ def numpy_views(plan: Plan) -> Views:
     return views({name: mx.stop_gradient(array) for name, array in arrays.items()})
 
 
-def numpy_problem(plan: Plan) -> Problem:
-    """Return the description of one step for the engine `numpy`, which normalises the input's product itself."""
-    return plan.problem if plan.norm is None else plan.problem._replace(cell=plan.norm[0])
-
-
 def launches_of(plan: Plan) -> tuple[Launch, Launch]:
-    """Return two `Launch` objects, which hold what a layer needs at every step on an engine other than `numpy`: the
-    engine, the description of one step (`Problem`) and the parameters. The first is for steps without the option
-    `keep` (a factor on the states), the second for steps with it."""
+    """Return what a layer needs at each step on an engine other than `numpy`, as two `Launch` objects: for steps
+    without the option `keep` (a factor on the states), and with it."""
     launch = launch_of(plan.choice.engine, plan.problem, plan.arrays)._replace(norm=plan.norm)
     return launch, launch._replace(problem=plan.with_keep)
 

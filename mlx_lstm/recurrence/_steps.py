@@ -4,14 +4,10 @@ No engine implements `hold`. `Steps` gathers the steps of a batch item that are 
 of time. The engine runs them as a shorter item, and `Steps` scatters the outputs back. Engines implement `keep` as
 an array [T, B, D], one factor per direction, which is 1 where an item has ended.
 
-T: time steps, B: batch items, D: directions, d: the index of one direction. The other names of this module are:
-
-- arrays: a dict by the names of arguments (x, h0, mask, ...) or outputs (h, c, gates).
-- alive: at this step the batch item has not ended. live: the item has not ended and the step is not held; only live
-  steps run on an engine.
-- A time index is the position of a step in a sequence. In processing order the first element belongs to the step that
-  runs first, which has time index T-1 in a reversed direction.
-- op: the name of the user's function; `fail(op, rule, got)` raises the ValueError "[op] rule but got ...".
+T: time steps, B: batch items, D: directions, d: the index of one direction. arrays: a dict by the names of arguments or
+outputs. alive: at this step the batch item has not ended. live: the item has not ended and the step is not held; only
+live steps run on an engine. A time index is the position of a step in a sequence. In processing order the first element
+belongs to the step that runs first, which has time index T-1 in a reversed direction.
 """
 
 from typing import Any, NamedTuple
@@ -26,9 +22,8 @@ from ..ground.checks import ArraySpec, fail, for_mlx, instead_of
 
 
 def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bool) -> None:
-    """Check that `keep`, a factor on the states, has the axes [T, B] or [T, B, D] (D: directions), each with its full
-    size or the size 1, and that its dtype is real. batch_first: the axes are [B, T] or [B, T, D]. T, B: steps, batch
-    items."""
+    """Check that `keep`, a factor on the states, has a real dtype and the axes [T, B] or [T, B, D] (with `batch_first`
+    [B, T] or [B, T, D]), each with its full size or 1. T, B, D: steps, batch items, directions."""
     axes, sizes = ("[B, T", (B, T)) if batch_first else ("[T, B", (T, B))
     if not broadcasts(keep.shape, sizes) and not broadcasts(keep.shape, (*sizes, D)):
         # The text mentions [T, B, 2] only for two directions.
@@ -66,8 +61,7 @@ def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.arra
 
 
 def hold_array(op: str, hold: Any) -> mx.array:
-    """Return the option `hold` as an MLX array of bool or of the integers 0 and 1. 1 or true marks a time step that
-    leaves a sequence's state unchanged. Raise an error for other types, dtypes and numbers."""
+    """Return the option `hold` (1 or true: a step leaves the state unchanged) as an MLX array of bool or of 0 and 1."""
     if not isinstance(hold, (list, np.ndarray, mx.array)):
         fail(op, f"hold must be an mlx.core.array{instead_of(hold)}", type(hold).__name__)
     if isinstance(hold, mx.array):
@@ -107,7 +101,7 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 class Steps(NamedTuple):
-    """The steps of a call with the option `keep` or `hold`.
+    """The steps of a call with the option `keep` (a factor on the states before each step) or `hold`.
 
     T, B: the number of time steps and the batch size. backwards: for each direction, whether it runs in reverse.
     batch_first: sequences are [B, T, .]. lengths [B]: the number of steps of each batch item, or None. hold: bool [T,
@@ -122,20 +116,19 @@ class Steps(NamedTuple):
     hold: mx.array | None
 
     def alive(self) -> Array:
-        """Return a bool array [T, B] that is true where the sequence of a batch item has not yet ended. T, B: steps,
-        batch items."""
+        """Return a bool array [T, B]: whether the batch item has not yet ended. T, B: steps, batch items."""
         times = mx.broadcast_to(mx.arange(self.T)[:, None], (self.T, self.B))
         return times < (self.T if self.lengths is None else self.lengths)
 
     def live(self) -> Array:
-        """Return a bool array [T, B] that is true where a step runs: the option `hold` does not skip the step, and the
-        sequence has not ended. T, B: steps, batch items."""
-        # This is not `a & b`, because mx.vmap in MLX 0.32.4 loses the mapped axis if only b is mapped.
+        """Return a bool array [T, B]: whether the step runs, because it is not held and the item has not ended. T, B:
+        steps, batch items."""
+        # This is not `self.alive() & ~self.hold`, because mx.vmap in MLX 0.32.4 loses the mapped axis of `a & b` if
+        # only b is mapped.
         return self.alive() if self.hold is None else mx.where(self.hold, False, self.alive())
 
     def engine_lengths(self) -> mx.array | None:
-        """Return the number of steps [B] that an engine runs for each batch item, or None if it runs all steps. B:
-        batch items."""
+        """Return how many steps an engine runs for each batch item, [B], or None if it runs all."""
         return self.lengths if self.hold is None else self.live().astype(mx.int32).sum(axis=0)
 
     def to_engine(self, arrays: Arrays) -> Arrays:
@@ -170,9 +163,8 @@ class Steps(NamedTuple):
         return order, (times < live.astype(mx.int32).sum(axis=0))[..., None]  # the sum: how many steps of an item run
 
     def saved(self, saved: Arrays) -> Arrays:
-        """Return the saved outputs of the forward pass with their steps in the engine's order. With the option `hold`
-        (steps that leave the state unchanged) the engine computed only the steps that are not held. So these steps are
-        moved to the front of each sequence, and zeros fill the rest."""
+        """Return the saved outputs of the forward pass as the engine computed them: with `hold` (steps that leave the
+        state unchanged) the steps that ran are moved to the front of each sequence, and zeros fill the rest."""
         if self.hold is None:
             return saved
         order, ran = self.compact()
@@ -185,7 +177,8 @@ class Steps(NamedTuple):
             return inner
         live = self.live()
         ran = mx.cumsum(live.astype(mx.int32), axis=0)  # [T, B]: how many steps have run up to each time index
-        # keep: the factors on the states after held steps (which=1).
+        # keep [T, B, D]: at each step the product of the factors of the held steps since the last step that ran.
+        # which=1 selects this second result of `factors`.
         keep = self.each_direction(self.whole_keep(arrays), live, which=1) if "keep" in arrays else None
         outputs: dict[str, Any] = {}
         for name in ("h", "c"):
@@ -213,12 +206,9 @@ class Steps(NamedTuple):
         return outputs
 
     def or_zero(self, sequence: Array, times: Array, selected: Array) -> Array:
-        """Return a sequence gathered at the time indices `times` [T, B], and 0 where `selected` [T, B] is false. T, B:
-        steps, batch items.
-
-        It gathers from an appended row of zeros instead of using mx.where, whose gradient multiplies by 0 and so
-        lets NaN through.
-        """
+        """Return a sequence gathered at the time indices `times` [T, B], and 0 where `selected` [T, B] is false. It
+        gathers from an appended row of zeros, because the gradient of mx.where multiplies by 0 and so lets NaN
+        through."""
         rows = mx.concatenate([sequence, mx.zeros((1, *sequence.shape[1:]), sequence.dtype)])  # zeros at time index T
         return self.taken(rows, mx.where(selected, times, self.T))
 
@@ -245,8 +235,7 @@ class Steps(NamedTuple):
         return array if len(self.backwards) == 1 else half(array, d)
 
     def swapped(self, sequence: Array) -> Array:
-        """Return a sequence with its first two axes swapped if `batch_first`: from the call's [B, T, .] to [T, B, .] or
-        back. T, B: steps, batch items."""
+        """Return a sequence with its first two axes swapped if `batch_first`: from [B, T, .] to [T, B, .] or back."""
         return mx.swapaxes(sequence, 0, 1) if self.batch_first else sequence
 
     def whole_keep(self, arrays: Arrays) -> Array:
@@ -287,20 +276,20 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
     step that ran, times the product of keep over the held steps since then: this product is the factor after the held
     step. After a step that ran the factor is 1.
     """
-    # This is a parallel scan over time. product [T, B]: at step t the product of keep over the last `distance` steps up
-    # to t, without the steps before and including the last one that ran. closed [T, B]: one of these `distance` steps
-    # ran, so the product is complete. At first `distance` is 1, step t alone. Each round doubles `distance`.
+    # This is a parallel scan over time. product [T, B]: at step t the product of keep over those of the last `distance`
+    # steps up to t that come after the last step that ran. closed [T, B]: one of these `distance` steps ran, so the
+    # product is complete. At first `distance` is 1, step t alone. Each round doubles `distance`.
     product, closed, distance = mx.where(live, 1, keep), live, 1
     while distance < len(keep):
-        product = mx.where(closed, product, product * shifted(product, distance, first=1))
-        closed = closed | shifted(closed, distance, first=1)
+        product = mx.where(closed, product, product * shifted(product, distance))
+        closed = closed | shifted(closed, distance)
         distance *= 2
-    # The factor before step t is keep at t times the product at t - 1, or 1 for the first step. The factor after step t
-    # is the product at t.
-    return keep * shifted(product, steps=1, first=1), product
+    # The factor before step t is keep[t] * product[t - 1]; at the first step the product before it is 1. The factor
+    # after step t is product[t].
+    return keep * shifted(product, steps=1), product
 
 
-def shifted(array: Array, steps: int, first: int) -> Array:
+def shifted(array: Array, steps: int) -> Array:
     """Return the array [T, B] moved to later time steps: step t has the value of step t - `steps`. The first steps get
-    the number `first`. T, B: steps, batch items."""
-    return mx.concatenate([mx.full((steps, array.shape[1]), first, array.dtype), array[:-steps]])
+    1 (true). T, B: steps, batch items."""
+    return mx.concatenate([mx.ones((steps, array.shape[1]), array.dtype), array[:-steps]])

@@ -62,8 +62,7 @@ class Trial(NamedTuple):
     problem: Problem
 
     def text(self) -> str:
-        """Return the trial, an engine and a problem, as one line of JSON: the child process that runs trials reads one
-        request per line."""
+        """Return the trial as one line of JSON, as the child process reads it."""
         problem = self.problem
         cell = problem.cell
         # A built-in cell is a tuple of its options. A user's cell is written as its graph of operations.
@@ -96,14 +95,12 @@ def dtype_word(problem: Problem) -> str:
 
 
 def trial_of(engine: str, problem: Problem) -> Trial:
-    """Return the smallest trial that runs the same kernels as this engine for this problem.
-
-    An engine runs other kernels above certain limits (`Limits`). If the call is above such a limit, the trial gets a
-    limit so low that its small size is above it, too. The limits are: index, the elements of an array above which
-    indices have 64 bits; launch_steps, the most steps in one launch of `fused`; rows_left, the most arrays of steps
-    that `stepwise` leaves separate; cores, the number of GPU cores, 0 for this machine's. A `Cut` sets how many batch
-    items (rows) a threadgroup of `fused` computes, and how many registers stay free (spare).
-    """
+    """Return the smallest trial that runs the same kernels as this engine for this problem. Where the call is above one
+    of the limits from which on an engine runs other kernels, the trial's limit is so low that its small size is above
+    it, too: index, the elements of an array above which indices have 64 bits; launch_steps, the most steps in one
+    launch of `fused`; rows_left, the most arrays of steps that `stepwise` leaves separate; cores, the number of GPU
+    cores, 0 for this machine's. A `Cut` sets how many batch items (rows) a threadgroup of `fused` computes, and how
+    many registers stay free (spare)."""
     if problem.chunks is not None:
         # The call runs in chunks of the sequence, so the trial runs two small chunks. one: the smallest problem that
         # tests a single chunk. If the gradient recomputes the chunks, a sequence of any length is divided into chunks.
@@ -153,9 +150,8 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 
 def without_matrices(engine: str, problem: Problem) -> Problem | None:
     """Return the problem changed such that this engine's kernels multiply no 8 x 8 matrices, which some virtual GPUs
-    cannot do. Return None if the kernels multiply none already. A threadgroup multiplies them if it computes 8 batch
-    items (rows) or more. `stepwise` has two tiles: one for the gates of a step (`forward_tile`), and one for all other
-    products (`tile_of`)."""
+    cannot do; None if they multiply none. A threadgroup multiplies them if it computes 8 batch items (rows) or more.
+    `stepwise` has two tiles: one for the gates of a step (`forward_tile`), one for all other products (`tile_of`)."""
     if engine == "stepwise":
         found = max(forward_tile(problem)[0], tile_of(problem, problem.H)[0]) >= 8  # [0]: the rows of a tile
     else:
@@ -184,19 +180,16 @@ def following(engine: str, problem: Problem) -> list[Trial]:
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """Return the number of steps of a trial with which an array is small (has fewer than SMALL elements) in the trial
-    exactly if it is small in the call, because Metal runs another kernel for small arrays. If possible, return `steps`.
-
-    size: the number of elements of the array in the call. each: its number of elements per step in the trial.
-    """
+    """Return the number of steps, `steps` if possible, with which an array is small (has fewer than SMALL elements) in
+    the trial exactly if it is in the call, because Metal runs another kernel for small arrays. size: the array's
+    elements in the call. each: its elements per step in the trial."""
     if (size < SMALL) == (steps * each < SMALL):
         return steps
     return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
 
 
 def without_numbers(cell: AnyCell) -> AnyCell:
-    """Return the cell with fixed values for the limits of its clips, the forget bias and eps of a layer normalisation.
-    Kernels read them at run time, so the values do not change the kernel."""
+    """Return the cell with fixed limits of its clips, forget bias and eps, which kernels read at run time."""
     if cell.norm is not None:
         cell = cell._replace(norm=cell.norm._replace(eps=EPS))
     if not isinstance(cell, LSTMCell):

@@ -27,14 +27,7 @@ from ._gru import gru_block_cell, gru_block_cell_grad
 from ._lstm import BlockLSTMGradOutput as BlockLSTMGradOutput
 from ._lstm import BlockLSTMOutput as BlockLSTMOutput
 from ._lstm import LSTMBlockCellGradOutput as LSTMBlockCellGradOutput
-from ._lstm import (
-    block_lstm,
-    block_lstm_grad,
-    block_lstm_grad_v2,
-    block_lstm_v2,
-    lstm_block_cell,
-    lstm_block_cell_grad,
-)
+from ._lstm import block_lstm, block_lstm_grad, block_lstm_grad_v2, block_lstm_v2, lstm_block_cell, lstm_block_cell_grad
 
 # The classes of the outputs are public, too. They are not in this list, because help() would then show them before the
 # ops.

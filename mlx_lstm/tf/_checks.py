@@ -3,15 +3,10 @@ does not check.
 
 The rank of an array is the number of its axes. Ranks are checked before sizes, because the size of a missing axis
 cannot be read. If the arguments break several rules at once, TensorFlow's error may name another rule than the error of
-this package. The names of this module are:
-
-- T: steps, N: batch items (batch_size), I: inputs (input_size), H: units (cell_size).
-- arrays: a dict of the arrays of a call by TensorFlow's names: x the input, w the weights of x and h, b the bias, wci,
-  wcf, wco the peepholes, cs_prev and h_prev the states before the first step. A GRU has w_ru, b_ru (reset and update
-  gate) and w_c, b_c (candidate) in place of w and b.
-- op: the name of the user's function in errors. `reject(op, text)` raises a ValueError with TensorFlow's text.
-  `fail(op, rule, got)` raises the ValueError "[op] rule but got ...". `check_array` raises it for a wrong type, shape
-  or dtype.
+this package. T: steps, N: batch items (batch_size), I: inputs (input_size), H: units (cell_size). arrays: a dict of the
+arrays of a call by TensorFlow's names: x the input, w the weights of x and h, b the bias, wci, wcf, wco the peepholes,
+cs_prev and h_prev the states before the first step. A GRU has w_ru, b_ru (reset and update gate) and w_c, b_c
+(candidate) in place of w and b.
 """
 
 from typing import NoReturn
@@ -135,8 +130,9 @@ def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, 
 
 
 def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N: int, H: int) -> None:
-    """Check that the arrays of these names have shape [N, H]; names without an array are skipped. dims: how
-    TensorFlow's text for this op writes the sizes of an array, such as ".dim_size". N, H: batch items, units."""
+    """Check that the arrays of these names have shape [N, H]; names without an array are skipped. dims: what
+    TensorFlow's error texts for this op write between the name of the array and the axis, such as ".dim_size" in
+    "cs_prev.dim_size(0)". N, H: batch items, units."""
     for name in (name for name in names if name in arrays):
         check_size(op, f"{name}{dims}(0) != batch_size", arrays[name].shape[0], N)
         check_size(op, f"{name}{dims}(1) != cell_size", arrays[name].shape[1], H)

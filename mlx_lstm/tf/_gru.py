@@ -3,10 +3,9 @@
 Each op checks its arguments, converts them to those of `mlx_lstm.gru` or `gru_gradients`, and converts the results
 back. These functions take sequences with time first: array[None] is a sequence of one step, and array[0] is this step.
 
-Letters in shapes: N batch items, I inputs, H units. Names are TensorFlow's: r is the reset gate, u the update gate (z
-in `mlx_lstm.gru`), c the candidate (n in `mlx_lstm.gru`). The first I rows of w_ru [I + H, 2H] and w_c [I + H, H] are
-weights of the input, the others of h. b_ru [2H] and b_c [H] are biases. given: the arrays of the op in a dict by
-TensorFlow's names. `joined(arrays)` puts arrays side by side on the last axis.
+N batch items, I inputs, H units. Names are TensorFlow's: r is the reset gate, u the update gate (z in `mlx_lstm.gru`),
+c the candidate (n in `mlx_lstm.gru`). The first I rows of w_ru [I + H, 2H] and w_c [I + H, H] are weights of the input,
+the others of h. b_ru [2H] and b_c [H] are biases.
 """
 
 from typing import Any, NamedTuple

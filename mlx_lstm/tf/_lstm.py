@@ -1,17 +1,12 @@
 """Run TensorFlow's LSTM block ops, for one step or a sequence, and their gradients.
 
 Each op checks its arguments, converts them to those of `mlx_lstm.lstm` or `lstm_gradients`, and converts the results
-back. Letters in shapes: T steps, N batch items, I inputs, H units. The names are:
+back. Letters in shapes: T steps, N batch items, I inputs, H units. TensorFlow's names: w [I + H, 4H] the weights of the
+input (first I rows) and of h, b [4H] the bias, cs the cell state, co = tanh(cs), ci the candidate (g in
+`mlx_lstm.lstm`); wci, wcf, wco [H] the peepholes of i, f, o. cs_prev, h_prev: the states before the first step.
 
-- TensorFlow's: w [I + H, 4H] the weights of the input (first I rows) and of h, b [4H] the bias, cs the cell state, co =
-  tanh(cs), ci the candidate (g in `mlx_lstm.lstm`); wci, wcf, wco [H] the peepholes of i, f, o. cs_prev, h_prev: the
-  states before the first step.
-- `mlx_lstm.lstm`'s: Wx [4H, I], Wh [4H, H], b, peephole [4H], h0, c0, and the outputs h, c, gates [T, N, 4H]. dh, dc:
-  the gradients of h and c. d: a dict of gradients by the arguments' names.
-- given: the arrays that all ops get, in a dict by TensorFlow's names. saved: the outputs of the forward op, and
-  gradients of outputs, by name.
-- order: the gate order of w and b in the letters of `mlx_lstm.lstm`: ICFO = "igfo" or IFCO = "ifgo".
-- op: the name of the function in errors.
+given: the arrays that all ops get, in a dict by TensorFlow's names. saved: the outputs of the forward op, and gradients
+of outputs, by name. order: the gate order of w and b in the letters of `mlx_lstm.lstm`: ICFO = "igfo" or IFCO = "ifgo".
 """
 
 from typing import Any, NamedTuple
@@ -161,9 +156,9 @@ def lstm_block_cell_grad(
     b_grad = the sum of dicfo over N. `mx.grad` of `lstm_block_cell` returns the four gradients directly. The clip
     passes gradients unchanged.
 
-    Differs from TensorFlow: co is computed again from cs. The peepholes' part is added once on every device, whereas
-    TensorFlow's CUDA source adds it twice. Where TensorFlow reuses the memory of the peepholes for their gradients, it
-    reads zeros instead of the peepholes; this op never does.
+    Differs from TensorFlow: co is computed again from cs. The peepholes' part of cs_prev_grad is added once on every
+    device, whereas TensorFlow's CUDA source adds it twice. If TensorFlow writes the gradients of the peepholes into the
+    memory of the peepholes, it then reads zeros instead of the peepholes; this op never does.
 
     Args:
         x, cs_prev, h_prev, w, wci, wcf, wco, b: the arguments of `lstm_block_cell`. Only the shapes of x, h_prev, w and

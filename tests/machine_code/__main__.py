@@ -9,7 +9,7 @@ from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.packing import WIDTHS, Packing
 from mlx_lstm.lab.cases import DTYPES
 from mlx_lstm.lab.report import table as in_columns
-from mlx_lstm.lab.timing.files import write_records
+from mlx_lstm.lab.timing.files import write_csv
 from mlx_lstm.lab.timing.tasks import PASSES, SIZES, parse_size
 
 from . import measured, predictions, training_step
@@ -98,7 +98,7 @@ def show_predictions(options: argparse.Namespace) -> int:
         records += predictions.csv_records(asked, lines)
     print(predictions.LEGEND)
     if options.csv:
-        write_records(options.csv, records)
+        write_csv(options.csv, records)
     return 0
 
 

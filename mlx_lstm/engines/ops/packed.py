@@ -34,12 +34,12 @@ def matrix_for_oracle(packing: Packing, arrays: Arrays, name: str) -> np.ndarray
     """Return the matrix of one quantized weight for the oracle, the float64 reference with which tests compare.
 
     In mode "affine" the matrix is complex. Its real part is the weight, scale q + bias. Its imaginary part tells the
-    oracle how much larger the rounding errors of a kernel may be: it is a factor at the first weight of each group, and
-    0 at the others. A kernel puts the f bits of q (`field_of`) into the mantissa of a float16, which is then the number
-    2^f + q. So it computes scale (S - 2^f s) + bias s, where S is the sum of (2^f + q) x and s the sum of x over a
-    group. Both terms are larger than the result, so they have larger rounding errors. The factor is sqrt((2 scale
-    2^f)^2 + (scale 2^f + |bias|)^2), as `closeness.exact_and_bounds` derives. It is never 0, because the oracle finds
-    the first weight of a group by it.
+    oracle how large the additional rounding errors of a kernel may be. At the first weight of each group it is the
+    factor derived below, at the other weights 0. A kernel puts the f bits of q (`field_of`) into the mantissa of a
+    float16, which is then the number 2^f + q. So it computes scale (S - 2^f s) + bias s, where S is the sum of (2^f +
+    q) x and s the sum of x over a group. Both terms are larger than the result, so they have larger rounding errors.
+    The factor is sqrt((2 scale 2^f)^2 + (scale 2^f + |bias|)^2), as `closeness.exact_and_bounds` derives. It is never
+    0, because the oracle finds the first weight of a group by it.
     """
     values = np.array(matrix(packing, arrays, name, mx.float32)).astype(np.float64)
     scales, biases = scales_of(arrays, name, mx.float32)

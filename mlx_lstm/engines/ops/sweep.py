@@ -49,9 +49,9 @@ from .pointwise import chosen, gradients_by_mlx, pointwise_step
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
     an LSTM also c [T, B, D H] and cT [B, D H]."""
-    # MLX may derive a gradient from these operations: of a user's cell, without training, or in forward mode. That
-    # gradient multiplies these arrays by numbers that are 0 in the padding (steps after an item's end). A NaN times 0
-    # is NaN, so set the padding to 0 first.
+    # In three cases MLX itself derives the gradient from these operations: the cell is a user's, the call is without
+    # training, or the derivative is in forward mode. The gradient then multiplies x, inputs and mask by numbers that
+    # are 0 in the padding (steps after an item's end). A NaN times 0 is NaN, so set the padding to 0 first.
     arrays = with_zeros_in_padding(problem, arrays, ("x", "inputs", "mask"))
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
@@ -147,7 +147,8 @@ def by_time(sequence: Array) -> list[Array]:
     """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
     # Not sequence[t]: under mx.compile(shapeless=True) a later call with another shape would silently use the shape of
     # the first call.
-    # [None] for the reason in `split_apart`. One squeeze then removes both axes of a step; `split_apart` would add one.
+    # [None] gives each split an array of its own, as `split_apart` does. Here one squeeze removes both axes of a step;
+    # `split_apart` would need a second squeeze.
     return [row.squeeze((0, 1)) for row in mx.split(sequence[None], sequence.shape[0], axis=1)]
 
 
@@ -269,8 +270,9 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     gradients:
 
     - dz [T, B, G H]: the gradient of the preactivations
-    - with a norm of the recurrent product or of the sum: da [T, B, G H], the gradient of the norm's result; dp, the
-      gradient of the product h Wh^T, while dz is that of the input's part; y, the numbers before scale and shift
+    - with a norm of the product h Wh^T or of its sum with the input's part: da [T, B, G H], the gradient of the norm's
+      result; dp, the gradient of h Wh^T (dz is then the gradient of the input's part alone); y, the numbers before
+      scale and shift
     - with a norm of c: dn [T, B, H], the gradient of its result; yc, the numbers before scale and shift
     - dh0 [B, P]: the gradient of h0
     - dc0 [B, H], for an LSTM: the gradient of c0
@@ -366,8 +368,9 @@ class StepBackward:
         if cell.norm is not None and cell.norm.of is not None:
             self.norm, self.sums = norm_of(cell, arrays), cell.norm.of == "sum"
         self.fixed_nodes = self.by_node(fixed)
-        # of: {name of an input: the node of its gradient}. of_x: the gradients of the preactivations or their input
-        # parts. of_p: for each recurrent part (the node of its gradient, the rows of Wh that compute this part).
+        # of: {name of an input: the node of its gradient}. of_x: the nodes of the gradients of the preactivations or,
+        # if the cell reads their two parts separately, of the input's parts. of_p: a pair for each recurrent part: the
+        # node of its gradient, and the rows of Wh that compute the part.
         self.of = {name: n for name, n in zip(graph.names, graph.back, strict=True) if name[0] != "w"}
         self.of_x = [self.of[f"x{k}"] for k in range(cell.gates)]
         gates = [(f"p{k}", cell.block(gate, H)) for k, gate in enumerate(cell.gate_order)]
@@ -387,9 +390,9 @@ class StepBackward:
         """Return the gradients of step t.
 
         before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product
-        h Wh_n^T + bhn. With a norm of the product or the sum also y and r: the numbers before scale and shift, and
-        1 / sqrt(variance + eps). after: h, c and the gates after the step. dh, dc, dgates: the gradients of h (of a
-        projected h before its clip), c and gates in `after`.
+        h Wh_n^T + bhn. With a layer normalisation of h_in Wh^T, or of its sum with the input's part, also y and r: the
+        numbers before scale and shift, and 1 / sqrt(variance + eps). after: h, c and the gates after the step. dh, dc,
+        dgates: the gradients of h (of a projected h before its clip), c and gates in `after`.
         """
         graph, of = self.graph, self.of
         # known: {node: value} for all nodes whose values are known before the backward step computes anything.
@@ -407,8 +410,9 @@ class StepBackward:
             yc, _ = normalised(raw, blocks=1, eps=self.eps)
             of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
         dz = joined([values[n] for n in self.of_x])
-        # dh_in: the gradient of h_in. With reset "before" it has three parts: one from the product of each gate r and
-        # z, and a third one from the candidate's product, which the graph computes as the gradient of i0.
+        # dh_in: the gradient of h_in. With reset "before" it has three parts: the products with Wh of the gates r and z
+        # give one each, and the candidate's product gives the third. The graph computes the third as the gradient of
+        # h_in, which it calls i0.
         if "i0" in of:
             dh_in = sum([values[n] @ self.Wh[block] for n, block in self.of_p], values[of["i0"]])
         else:
@@ -479,16 +483,16 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
-    # In this graph the forward step multiplies a vector by Wp^T ("W0T"), which `projected_vector` computes. The
-    # backward step multiplies the gradient before the clip, the wanted result, by Wp ("W0"): node n.
+    # In this graph the forward step multiplies a vector by Wp^T ("W0T"); `projected_vector` computes this vector. The
+    # backward step multiplies the gradient before the clip by Wp ("W0"). This gradient is the result; n is its node.
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
     n = graph.operand("W0")
     return values_of(graph.nodes, [n], known, like=dh)[n]
 
 
 def projected_vector(cell: AnyCell, arrays: Arrays, after: Arrays) -> Array:
-    """Return the vector [.., H] that an LSTM's projection multiplies by Wp^T: o * activation(c), or with a norm of c o
-    * activation(norm(c)). after: h, c and the gates after one step or all steps."""
+    """Return the vector [.., H] that an LSTM's projection multiplies by Wp^T: o * activation(c) or, if the call
+    normalises c, o * activation(norm(c)). after: h, c and the gates after one step or all steps."""
     graph = graph_of(cell, ["Wp"], exposes=False)  # an LSTM with a projection; its gates have no cotangents
     # n: the node of this vector. The graph computes it from the gates and c, which are known.
     n, known = graph.operand("W0T"), dict[int, Any](known_after(graph, cell, after))
@@ -504,8 +508,9 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
         dz [T, B, D G H]    the gradient of the preactivations
         dh0, dc0            the gradients of the first states
         dh [T, B, D P]      for an LSTM, the gradient of h, for the gradient of the projection
-        da, dp, y           with a norm of the product or sum: the gradient of its result, the gradient of the product
-                            h Wh^T, and the numbers with mean 0 and variance 1, before scale and shift
+        da, dp, y           with a norm of the product h Wh^T, or of its sum with the input's part: the gradient of its
+                            result, the gradient of the product, and the numbers with mean 0 and variance 1, before
+                            scale and shift
         dn, yc              with a norm of c: da and y of this norm
         carry [T, B, D H]   with the option `keep`, a factor on the states: the gradient of keep * c (LSTM), or the part
                             of the gradient of keep * h that bypasses the recurrent product (GRU). A cell written by
@@ -610,9 +615,9 @@ def gru_recurrent_gradients(
     if the call has neither a mask nor `keep`, because only their gradients need it. gates [T, B, 3H]: the outputs of
     the forward pass. h_in: h before each step, times the mask. dz [T, B, 3H]: the gradients of the input parts."""
     d, r = by_gate(cell, dz), by_gate(cell, gates)["r"]
-    # seen: the array that each gate's rows of Wh multiply. The gradient of these rows is the product of d, the gradient
-    # of this recurrent product, and `seen`. The reset gate r multiplies the candidate's product ("after") or the h_in
-    # that enters it ("before").
+    # seen: the array that each gate's rows of Wh multiply. The gradient of these rows is d^T times `seen`, where d is
+    # the gradient of the recurrent product with these rows. The reset gate r multiplies the candidate's product
+    # ("after") or the h_in that enters it ("before").
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
     if cell.reset == "after":
         d["n"] = d["n"] * r

@@ -64,9 +64,8 @@ class Prepared(NamedTuple):
 
 
 def prepare(grid_case: GridCase) -> Prepared:
-    """Draw the random arrays of a case and compute the exact results. Take the first seed with which every result is
-    larger than its error bound: otherwise an engine that returns zeros would pass. If there is no such seed, take the
-    last one; the judge then refuses its results."""
+    """Draw the arrays of a case with the first seed with which every result is larger than its error bound: otherwise
+    an engine that returns zeros would pass. If there is none, take the last; the judge then refuses its results."""
     for seed in SEEDS:
         case = grid_case.draw(seed)
         judge = case.judge()
@@ -76,8 +75,7 @@ def prepare(grid_case: GridCase) -> Prepared:
 
 
 def compare(prepared: Prepared, engine: str) -> Finding:
-    """Run a case on an engine and compare the results with float64. An exception of the engine is also returned as a
-    `Finding`."""
+    """Run a case on an engine and compare the results with float64. An exception of the engine is a `Finding`, too."""
     grid_case, case, judge = prepared
     finding = Finding(grid_case.name, grid_case.dtype, engine)
     start = time.perf_counter()

@@ -115,14 +115,12 @@ class GridCase(NamedTuple):
         return hindrance(engine, (T, B, I, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
 
     def limits(self) -> AbstractContextManager[object]:
-        """Return the context in which this case has to run. If `long` is set, kernels inside this context use 64-bit
-        indices, as they do for very large arrays."""
+        """Return the context in which this case has to run. If `long` is set, its kernels use 64-bit indices."""
         return limited(index=1) if self.long else nullcontext()
 
 
 def grid(full: bool = False) -> list[GridCase]:
-    """Return the cases that the command `check` compares with float64. With `full`, cases for every option are
-    added."""
+    """Return the cases that the command `check` compares with float64; with `full` also cases for every option."""
     cases = [*families(), *wide(), *quantized(), *norms()]
     if full:
         cases += [case for case in others() if case not in cases]
@@ -143,8 +141,7 @@ def families() -> Iterator[GridCase]:
 
 def layer(name: str, B: int, dtype: str, bare: bool) -> GridCase:
     """Return a case of a small layer. name: a key of `LAYERS`. B: a key of `BATCHES`, whose options the layer gets.
-    bare: whether the layer is called without initial states (and a GRU without the bias bhn), and only h has a
-    cotangent; otherwise the call has all arguments."""
+    bare: without initial states (and a GRU's bias bhn), and only h has a cotangent; otherwise with all arguments."""
     options: dict[str, Any] = LAYERS[name] | BATCHES[B] | {"sizes": (STEPS, B, 3, 5, 3)}  # T, B, I, H, P
     items = "1 item" if B == 1 else f"{B} items"
     if bare:

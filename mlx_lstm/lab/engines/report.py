@@ -8,7 +8,7 @@ from typing import Any
 from ...engines import tuning
 from ...ground.files import write_whole
 from ..report import json_text, machine_card, one_line, without_names
-from ..timing import short
+from ..timing.files import records
 from ..timing.rounds import Measurement
 from .comparison import Finding
 
@@ -43,7 +43,7 @@ class Report:
         """Write all findings to the file as JSON. If the write is interrupted, the file's old contents remain."""
         comparisons = [finding._asdict() for finding in self.findings]
         content = {"machine": self.machine, "verdict": self.verdict, "comparisons": comparisons}
-        text = json_text(content | {"times": short.records(self.times)} | self.more) + "\n"
+        text = json_text(content | {"times": records(self.times)} | self.more) + "\n"
         try:
             write_whole(self.file, lambda partial: partial.write_text(text), force=True)
         except OSError as error:

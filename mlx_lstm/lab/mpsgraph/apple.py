@@ -40,8 +40,7 @@ DTYPES = {"float32": "MPSDataTypeFloat32", "float16": "MPSDataTypeFloat16"}
 
 
 def arguments(selector: str) -> list[str]:
-    """Return the names of an Objective-C method's arguments in Python's spelling, without descriptor and name.
-    selector: the method's name, with a colon after the name of each argument."""
+    """Return the names of a method's arguments in Python's spelling, without descriptor and name."""
     words = ["source", *selector.split(":")[1:-3]]
     return [re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", word) for word in words]
 
@@ -101,8 +100,7 @@ def camel(name: str) -> str:
 
 
 def call(graph: Any, selector: str, tensors: dict[str, Any], descriptor: Any) -> list[Any]:
-    """Call an op of an MPSGraph and return the list of its result tensors. selector: the name of the Objective-C
-    method, with a colon after each argument's name. tensors: the arguments by name. Missing arguments become nil
+    """Call an op of an MPSGraph and return its result tensors. tensors: the arguments by name. Missing ones become nil
     (None), and so does the last argument, a name for the op in the graph."""
     method = getattr(graph, selector.replace(":", "_"))  # PyObjC writes the selector with _ in place of colons
     return list(method(*(tensors.get(name) for name in arguments(selector)), descriptor, None))

@@ -88,9 +88,8 @@ class CompareCase(NamedTuple):
 
     @property
     def gradients(self) -> list[str]:
-        """Return the names of the arguments for which the case computes a gradient, in the order in which Apple's
-        gradient op returns the gradients. A case without `source_gradient`, the gradient of the output h, runs only
-        the forward op. For such a case the list is empty."""
+        """Return the names of the arguments that get a gradient, in the order of Apple's gradient op. Without
+        `source_gradient`, the gradient of the output h, only the forward op runs, and the list is empty."""
         if "source_gradient" not in self.arrays:
             return []
         # The layers above the first have names that end in _l1, _l2 and so on.
@@ -99,8 +98,7 @@ class CompareCase(NamedTuple):
 
     @property
     def results(self) -> list[str]:
-        """Return the names of all results of the case, which are the results of the forward op and of the gradient
-        op."""
+        """Return the names of all results of the forward op and of the gradient op."""
         return [*RESULTS[self.op], *(f"d{name}" for name in self.gradients)]
 
 

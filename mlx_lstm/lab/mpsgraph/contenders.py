@@ -50,9 +50,8 @@ class Outcome(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """An implementation to compare. `missing` returns what the implementation needs but this machine lacks, or None.
-    `hindrance` returns why it cannot run a case, or None. `run` runs a case. `close` ends its child process, if it has
-    one."""
+    """An implementation to compare. missing() returns what it needs but this machine lacks, or None; hindrance(case)
+    returns why it cannot run a case, or None. run(case) runs it. close() ends its child process, if it has one."""
 
     name: str
     missing: Callable[[], str | None]
@@ -84,8 +83,8 @@ def no_torch() -> str | None:
 
 def no_torch_mps() -> str | None:
     """Return the reason why torch cannot use the device "mps" on this machine, or None if it can."""
-    if no_torch():
-        return no_torch()
+    if missing := no_torch():
+        return missing
     if sys.platform != "darwin":  # checked before the import of torch, which takes seconds
         return "torch has no MPS here"
     import torch
@@ -94,8 +93,7 @@ def no_torch_mps() -> str | None:
 
 
 def engine(word: str) -> Contender:
-    """Return the contender (implementation to compare) that runs one of our engines. `numpy` runs on the CPU, other
-    engines on the current device."""
+    """Return the contender that runs one of our engines: `numpy` on the CPU, others on the current device."""
 
     def missing() -> str | None:
         # Ask about sizes that every engine supports, to find out whether the engine runs on this machine at all.
@@ -124,8 +122,7 @@ def run_here(name: str, case: CompareCase) -> Outcome:
 def in_a_child(
     name: str, missing: Callable[[], str | None], hindrance: Callable[[CompareCase], str | None]
 ) -> Contender:
-    """Return a contender (an implementation) that runs its cases in a child process. After a crash a new child is
-    started."""
+    """Return a contender that runs its cases in a child process, and in a new one after a crash."""
     # The case and its results are passed in files. hangs: the error texts of cases in which the child hung.
     runner, hangs = Runner("mpsgraph", name), list[str]()
 
@@ -147,9 +144,8 @@ def in_a_child(
 
 
 def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.ndarray]) -> Outcome:
-    """Return an `Outcome` with MPSGraph's results by name. If an op has returned another number of results than Apple
-    documents, it is unknown which name belongs to which result: then return a problem instead of results. forward,
-    backward: the results of the forward op and of the gradient op."""
+    """Return MPSGraph's results by name. If an op has returned another number of results than Apple documents, it is
+    unknown which name belongs to which result: then return a problem. forward, backward: the results of both ops."""
     names = [*RESULTS[case.op]], [f"d{name}" for name in case.gradients]
     counts = [len(forward), len(backward)]
     if counts != [len(part) for part in names]:

@@ -64,9 +64,8 @@ converts an array from this layout to the documented one."""
 
 
 def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
-    """Return the layouts that explain the shape of the array `value`, the documented layout first if it fits. A layout
-    has a description ("" for the documented layout) and a function that converts the array to the documented layout.
-    name: the argument or result that the array is."""
+    """Return the layouts that explain the shape of `value`, the documented one first if it fits. name: the argument or
+    result that the array is."""
     groups, sizes, shape = dump.groups(name), dump.sizes, dump.shape(name)
     if value.size != math.prod(shape):
         return []
@@ -123,12 +122,9 @@ def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
 
 
 def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
-    """Load arrays that a user saved from an app: a folder of .npy files, an .npz or a .safetensors file. Return one
-    `Dump` for each possible choice of sizes. op: the op that computed the arrays, "lstm", "gru" or "single_gate_rnn".
-    descriptor: JSON text with the properties of the op's descriptor, or None.
-
-    Raise ValueError if an array is unknown, missing, or has a shape that no layout explains.
-    """
+    """Load arrays that a user saved from an app: a folder of .npy files, an .npz or a .safetensors file. Return a
+    `Dump` for each possible choice of sizes. descriptor: JSON text with the properties of the op's descriptor, or None.
+    Raise ValueError if an array is unknown, missing, or has a shape that no layout explains."""
     table = names_of(op)
     arguments: Arrays = {}
     results: Arrays = {}
@@ -143,8 +139,7 @@ def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
 
 
 def read(file: str) -> Arrays:
-    """Return {name: array} for the arrays of a .npz or .safetensors file, or of a folder of .npy files, in which the
-    name of an array is that of its file without the ending."""
+    """Return {name: array}. In a folder of .npy files an array's name is that of its file."""
     path = Path(file)
     try:
         arrays: Arrays = {}
@@ -160,8 +155,7 @@ def read(file: str) -> Arrays:
 
 
 def arrays_of(file: Foreign, alone: bool) -> Arrays:
-    """Return the arrays of an open file by their names. alone: False for a file in a folder of .npy files, whose name
-    is the array's name."""
+    """Return the arrays of an open file by their names. alone: False for a file of a folder."""
     if not alone:
         return {file.path.stem: read_npy(file)}
     if file.path.suffix != ".safetensors":
@@ -182,8 +176,7 @@ def names_of(op: str) -> dict[str, str]:
 
 
 def without_case(word: str) -> str:
-    """Return a name in lower case and without underscores, so that recurrentWeight and recurrent_weight become
-    equal."""
+    """Return a name in lower case without underscores: recurrentWeight and recurrent_weight become equal."""
     return word.replace("_", "").lower()
 
 
@@ -232,16 +225,17 @@ def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
 
 
 def possible_dumps(case: CompareCase, results: Arrays) -> list[Dump]:
-    """Return a list of `Dump`, one for each choice of sizes (T, N, H and others) that explains the shapes of all saved
-    arrays. First come the choices with which most arrays have the layouts of Apple's documentation. Raise ValueError if
-    no choice fits."""
+    """Return a `Dump` for each choice of sizes (T, N, H and others) that explains the shapes of all saved arrays, first
+    those with which most arrays have the documented layouts. Raise ValueError if none fits."""
     # Also try the other number of directions: the user may have forgotten the descriptor's property `bidirectional`.
     both = case.bidirectional
     dumps = [*dumps_of_sizes(case, results, both), *dumps_of_sizes(case, results, not both)]
-    found = [(dump, layouts_of_arguments(dump)) for dump in dumps]
+    # The mask is left out, because Apple documents no layout of it.
+    given = {name: value for name, value in case.arrays.items() if name != "mask"}
+    found = [(dump, {name: possible_layouts(dump, name, given[name]) for name in given}) for dump in dumps]
     fitting = [(dump, by_name) for dump, by_name in found if all(by_name.values())]
     if not fitting:
-        shapes = {title(name): list(value.shape) for name, value in case.arrays.items() if name != "mask"}
+        shapes = {title(name): list(value.shape) for name, value in given.items()}
         reason = reason_without_sizes(case)
         if found:
             dump, by_name = found[0]
@@ -274,16 +268,9 @@ def reason_without_sizes(case: CompareCase) -> str:
     return f"{title('source')} must have an axis of {D * G * H} elements, but got {list(source.shape)}"
 
 
-def layouts_of_arguments(dump: Dump) -> dict[str, list[Layout]]:
-    """Return the possible layouts of each argument, by name. The mask is left out, because Apple documents no layout of
-    it."""
-    return {name: possible_layouts(dump, name, value) for name, value in dump.case.arrays.items() if name != "mask"}
-
-
 def dumps_of_sizes(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
-    """Yield a `Dump` for each choice of sizes that fits the numbers of elements of the weights and the axes of the
-    source (the op's input). The sizes are T steps, N batch items, I inputs, H units, G gates, D directions, and K,
-    which equals H. results: the saved results. both: whether to assume two directions."""
+    """Yield a `Dump` for each choice of sizes that fits the weights' numbers of elements and the axes of the source.
+    results: the saved results. both: whether to assume two directions."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:

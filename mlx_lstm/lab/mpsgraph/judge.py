@@ -25,8 +25,7 @@ HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}  # the orac
 
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
-    """Return all results of a case (a call of an op with its arrays) in float64, by name, in MPSGraph's layouts.
-    readings: keywords of `options`, which interpret points that Apple's documentation leaves open."""
+    """Return all results of a case in float64, by name, in MPSGraph's layouts. readings: keywords of `options`."""
     return evaluated(case, Rounding(np.float64), **readings)
 
 
@@ -37,8 +36,7 @@ def evaluated(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
 
 
 def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return the results of a case with one layer, computed by the float64 oracle in the arithmetic `fl`, which rounds
-    the result of each operation. readings: keywords of `options`."""
+    """Return the results of a case with one layer, like `evaluated`."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     found = Case(call_of(case, **readings), cotangents).results(fl)
     results = {name: found[word] for name, word in OUTPUTS.items() if word in found}
@@ -52,8 +50,7 @@ def kink_distance(case: CompareCase, **readings: str) -> float:
 
 
 def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
-    """Return a case (a call of an op with its arrays) as keyword arguments of the float64 oracle. readings: keywords of
-    `options`."""
+    """Return a case as keyword arguments of the float64 oracle. readings: keywords of `options`."""
     arrays = {WORDS[name]: array for name, array in case.arrays.items() if name in WORDS}
     bidirectional, reverse = case.bidirectional, case.descriptor.get("reverse", False)
     directions = {"bidirectional": bidirectional, "reverse": reverse and not bidirectional}

@@ -2,6 +2,7 @@
 first element that differs by more."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from ...oracle.closeness import exact_and_element_bounds
 from ...oracle.verdict import judged
 from . import judge
-from .cases import Arrays, CompareCase
+from .cases import CompareCase
 from .contenders import Outcome
 
 SEQUENCES = ("h", "c", "z_state", "dsource")
@@ -73,10 +74,8 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
     try:
         exact, bounds = exact_and_element_bounds(lambda fl: judge.evaluated(case, fl), dtype)
     except ValueError as error:  # the mask of a user's arrays may have an undocumented layout
-        for name in ran:
-            yield ComparisonRow(
-                case.name, "-", name, f"not compared, as float64 cannot run the documented case: {error}"
-            )
+        why = f"not compared, as float64 cannot run the documented case: {error}"
+        yield from (ComparisonRow(case.name, "-", name, why) for name in ran)
         return
     for name, results in ran.items():
         pair = f"{name} - oracle"
@@ -87,21 +86,14 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
             yield ComparisonRow(case.name, tensor, pair, found.refusal)
         for tensor in (tensor for tensor in exact if tensor in results):
             yield compare(case, tensor, pair, results[tensor], exact[tensor], bounds[tensor], dtype)
-    for other in (name for name in FROM_OUTSIDE if name in outcomes):
-        for name in (name for name in OURS if name in outcomes):
-            yield from between(case, name, outcomes[name].results, other, outcomes[other].results, bounds)
-
-
-def between(
-    case: CompareCase, name: str, left: Arrays, other: str, right: Arrays, bounds: Arrays
-) -> Iterator[ComparisonRow]:
-    """Compare the results that two implementations have in common. They may differ by twice the error bound, because
-    both results may have an error. name, left: our implementation and its results; other, right: the other one and its
-    results; bounds: the error bounds by result."""
-    for tensor in (tensor for tensor in left if tensor in right and tensor in bounds):
-        value, _ = without_leading_ones(right[tensor], left[tensor].shape)
-        dtype = left[tensor].dtype
-        yield compare(case, tensor, f"{name} - {other}", left[tensor], value, 2 * bounds[tensor], dtype)
+    for other, name in product(FROM_OUTSIDE, OURS):
+        if other not in outcomes or name not in outcomes:
+            continue
+        left, right = outcomes[name].results, outcomes[other].results
+        for tensor in (tensor for tensor in left if tensor in right and tensor in bounds):
+            value, _ = without_leading_ones(right[tensor], left[tensor].shape)
+            pair, bound = f"{name} - {other}", 2 * bounds[tensor]  # twice the bound, as both results may have an error
+            yield compare(case, tensor, pair, left[tensor], value, bound, left[tensor].dtype)
 
 
 def compare(
@@ -113,9 +105,8 @@ def compare(
     bound: np.ndarray | float,
     dtype: np.dtype,
 ) -> ComparisonRow:
-    """Compare the result `value` with `reference`. tensor: the result's name. pair: the names of both implementations,
-    for reports. bound: the largest allowed error, one number or one number per element. dtype: the dtype of the
-    computation."""
+    """Compare a result with `reference`. tensor: the result's name. pair: the names of both implementations, for
+    reports. bound: the largest allowed error, one number or one per element. dtype: the dtype of the computation."""
     shape = value.shape  # reported with the leading axes of size 1 that Apple may add
     value, note = without_leading_ones(value, reference.shape)
     found = judged(tensor, value, reference, bound, dtype)

@@ -23,15 +23,13 @@ SAVED = {
 
 
 def run(case: CompareCase, engine: str | None = None, **options: Any) -> Arrays:
-    """Return all results of a case by name, computed by `mlx_lstm.mpsgraph`. engine: None for the library's choice.
-    options: keywords of the functions in `mlx_lstm.mpsgraph`."""
+    """Return all results of a case by name. engine: None for the library's choice. options: keywords of the ops."""
     return through_layers(case, lambda layer: run_layer(layer, engine, **options))
 
 
 def run_layer(case: CompareCase, engine: str | None, **options: Any) -> Arrays:
-    """Run one layer of a case and return the results by name. options: keywords of the functions in
-    `mlx_lstm.mpsgraph`. The keyword leading_ones is for the gradient op only: it names arguments whose gradients get
-    leading axes of size 1, as Apple's op may return them."""
+    """Run one layer of a case. options: keywords of the ops; leading_ones is for the gradient op only: it names
+    arguments whose gradients get leading axes of size 1, as Apple's op may return them."""
     arrays = {name: mx.array(array) for name, array in case.arrays.items()}
     descriptor = make_descriptor(case)
     inputs = {name: array for name, array in arrays.items() if name not in COTANGENTS[case.op]}

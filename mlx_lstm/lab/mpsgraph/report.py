@@ -54,8 +54,7 @@ def summary_text(rows: Sequence[ComparisonRow], cases: int) -> str:
 
 
 def pairs_text(rows: Sequence[ComparisonRow]) -> str:
-    """Return one line of text for each pair of implementations: the number of comparisons, how many differ, and the
-    worst one."""
+    """Return a line for each pair of implementations: the number of comparisons, how many differ, and the worst one."""
     lines = [["pair", "comparisons", "differ", "error/bound", "worst"]]
     for pair in dict.fromkeys(row.pair for row in rows if not row.is_failed_call):
         mine = [row for row in rows if row.pair == pair and not row.is_failed_call]
@@ -109,8 +108,7 @@ def brief(text: str) -> str:
 
 
 def severity(row: ComparisonRow) -> tuple[bool, float]:
-    """Return a sort key for a comparison. Right results come before wrong results, and then smaller ratios of error to
-    bound before larger ratios."""
+    """Return a sort key: right results before wrong ones, then by the ratio of error to bound."""
     return row.failed, math.inf if math.isnan(row.over_bound) else row.over_bound
 
 
@@ -168,8 +166,7 @@ def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None
 
 
 def bars(axis: Any, rows: Sequence[ComparisonRow], colors: dict[str, str]) -> None:
-    """Draw bars of the worst ratio of error to bound of each result, one bar per pair of implementations. The number
-    above a bar is its value."""
+    """Draw the worst ratio of error to bound of each result, one bar per pair of implementations."""
     tensors = list(dict.fromkeys(row.tensor for row in rows if not row.is_failed_call))
     for n, (pair, color) in enumerate(colors.items()):
         worst = {}

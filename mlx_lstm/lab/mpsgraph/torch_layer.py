@@ -31,8 +31,7 @@ def hindrance(case: CompareCase) -> str | None:
 
 
 def run(case: CompareCase, device: str) -> Arrays:
-    """Run a case (a call of an op with its arrays) on torch's layer. Return the results that torch can compute: h and
-    the gradients."""
+    """Run a case on torch's layer. Return the results that torch can compute: h and the gradients."""
     import torch
 
     layer = make_layer(case).to(device)

@@ -9,13 +9,7 @@ from .report import build_and_evaluation, references, spread
 from .rounds import Measurement, label, name_of, peak_ratio, ratio
 
 
-def write_csv(file: str, groups: Iterable[Sequence[Measurement]], card: dict[str, str]) -> None:
-    """Write a CSV file with one line per measurement. Each line also contains the description of the machine (`card`).
-    groups: the measurements of each size and pass."""
-    write_records(file, [csv_record(row, references(rows)) | card for rows in groups for row in rows])
-
-
-def write_records(file: str, records: Sequence[Mapping[str, object]]) -> None:
+def write_csv(file: str, records: Sequence[Mapping[str, object]]) -> None:
     """Write a CSV file with one line per record, and the keys of the first record as the header."""
     with open(file, "w", newline="") as out:
         writer = csv.DictWriter(out, list(records[0]))
@@ -23,24 +17,29 @@ def write_records(file: str, records: Sequence[Mapping[str, object]]) -> None:
         writer.writerows(records)
 
 
-def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, Any]:
+def records(groups: Iterable[Sequence[Measurement]]) -> list[dict[str, Any]]:
+    """Return the figures of all measurements, one dict per measurement. groups: those of each size and pass."""
+    return [record(row, references(rows)) for rows in groups for row in rows]
+
+
+def record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, Any]:
     """Return the figures of a measurement as a dict {column of the CSV file: value}. compared: the measurements of the
     reference implementations at the same size and pass, by name."""
     task, verdict = row.task, row.verdict
-    record: dict[str, Any] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
-    record |= {"contender": label(task), "engine": task.engine, "status": row.status}
+    found: dict[str, Any] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
+    found |= {"contender": label(task), "engine": task.engine, "status": row.status}
     seconds = spread(row) if row.samples else dict.fromkeys(("median", "min", "p20", "p80"))
-    record |= {f"{name}_s": value for name, value in seconds.items()}
-    record |= dict(zip(("build_s", "evaluation_s"), build_and_evaluation(row), strict=True))
-    record |= {"runs": len(row.samples), "rounds": len(row.rounds)}
+    found |= {f"{name}_s": value for name, value in seconds.items()}
+    found |= dict(zip(("build_s", "evaluation_s"), build_and_evaluation(row), strict=True))
+    found |= {"runs": len(row.samples), "rounds": len(row.rounds)}
     for name in CASES[task.case].references:
         figures = ratio(row, compared[name]) if name in compared else None
         value, low, high = figures or (None,) * 3
-        record |= {f"ratio_{name}": value, f"ratio_{name}_low": low, f"ratio_{name}_high": high}
-    record |= {"peak_bytes": row.peak, "ratio_needed": peak_ratio(row), "mlx_peak_bytes": row.mlx_peak}
-    record |= {"tensor": verdict and verdict.tensor, "error": verdict and verdict.error}
-    record |= {"bound": verdict and verdict.bound, "worker_threads": row.threads}
-    return record | {"idle_cpu": row.idle_cpu, "disturbed_rounds": row.disturbed}
+        found |= {f"ratio_{name}": value, f"ratio_{name}_low": low, f"ratio_{name}_high": high}
+    found |= {"peak_bytes": row.peak, "ratio_needed": peak_ratio(row), "mlx_peak_bytes": row.mlx_peak}
+    found |= {"tensor": verdict and verdict.tensor, "error": verdict and verdict.error}
+    found |= {"bound": verdict and verdict.bound, "worker_threads": row.threads}
+    return found | {"idle_cpu": row.idle_cpu, "disturbed_rounds": row.disturbed}
 
 
 def plot(file: str, groups: Sequence[Sequence[Measurement]], card: dict[str, str]) -> None:

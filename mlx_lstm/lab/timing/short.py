@@ -2,14 +2,12 @@
 at a few sizes."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ...engines.cells import LSTMCell
 from ..cases import DTYPES, hindrance
 from ..progress import Progress
 from ..report import one_line
 from .cases.lstm import draw
-from .files import csv_record
 from .judge import judge_layer
 from .report import milliseconds, references, spread
 from .rounds import Measurement, label, measure, ratio
@@ -74,11 +72,6 @@ def settle(engines: Sequence[str], progress: Progress) -> Iterator[list[Measurem
                 task = Task("ours", engine, size, which, dtype, "gpu")
                 yield measure([task], judge, seconds=SECONDS, rounds=ROUNDS, patience=QUIET, progress=progress)
     progress.title = ""
-
-
-def records(groups: Sequence[Sequence[Measurement]]) -> list[dict[str, Any]]:
-    """Return the figures of all measurements as a list of dicts for the report, one dict per measurement."""
-    return [csv_record(row, references(rows)) for rows in groups for row in rows]
 
 
 def time_line(rows: Sequence[Measurement]) -> str:

@@ -25,23 +25,14 @@ class Size(NamedTuple):
 
 
 def parse_size(text: str) -> Size:
-    """Parse a size written as "T,B,I,H"."""
+    """Parse a size written as "T,B,I,H". For a wrong text raise the class of errors whose text argparse prints."""
     try:
-        size = Size(*(int(number) for number in text.split(",")))
+        size = Size(*map(int, text.split(",")))
     except (TypeError, ValueError):
-        raise ValueError(f"a size is four numbers T,B,I,H but got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"a size is four numbers T,B,I,H but got {text!r}") from None
     if min(size) < 1:
-        raise ValueError(f"the numbers of a size must be at least 1 but got {text!r}")
+        raise argparse.ArgumentTypeError(f"the numbers of a size must be at least 1 but got {text!r}")
     return size
-
-
-def size_option(text: str) -> Size:
-    """Parse an option's value of the form T,B,I,H and return the `Size`. For a wrong value raise argparse's own error
-    class: only of this class does argparse print the text."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 SIZES = (Size(64, 32, 128, 128), Size(128, 32, 256, 256), Size(100, 1, 512, 512), Size(64, 64, 512, 512))

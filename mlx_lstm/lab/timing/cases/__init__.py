@@ -57,13 +57,7 @@ def two_layers(cell: str) -> BenchCase:
 
 CASES = {
     "lstm": BenchCase(
-        SIZES,
-        PASSES,
-        ("forward", "backward"),
-        lstm.CONTENDERS,
-        ("torch", "mlx"),
-        lstm.draw,
-        judge_layer,
+        SIZES, PASSES, ("forward", "backward"), lstm.CONTENDERS, ("torch", "mlx"), lstm.draw, judge_layer
     ),
     "block_lstm": BenchCase(
         block_lstm.SIZES,

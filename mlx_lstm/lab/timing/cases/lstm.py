@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ....oracle.arithmetic import Array, Tensors
-from ...cases import DTYPES, as_represented
+from ...cases import DTYPES, stored
 from ..tasks import Contender, Size, Task, Work
 
 
@@ -27,7 +27,7 @@ def drawn(size: Size, dtype: str, weights: dict[str, tuple[int, ...]], direction
     for name, shape in weights.items():
         numbers[name] = ((2 * rng.random(shape, np.float32) - 1) / np.sqrt(H)).astype(np.float32)
     numbers["dh"] = rng.standard_normal((T, B, directions * H), np.float32)
-    return as_represented(numbers, dtype)
+    return stored(numbers, dtype)
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
