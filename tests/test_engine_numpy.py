@@ -590,3 +590,15 @@ def test_two_neighbours_are_computed_at_once():
         nodes, [4, 5], dict(enumerate(z)), dict(zip((4, 5), h, strict=True)), {"z": 4, "h": 2}
     )
     assert groups.of == {4: (4, 5), 5: (4, 5)}
+
+
+def test_operands_of_neighbours_are_computed_into_neighbouring_blocks():
+    """The sums, which no statement computes at once, are written side by side, so that one statement can read both."""
+    nodes = [*(Node("input", value=f"x{k}") for k in range(4)), Node("add", (0, 3)), Node("add", (1, 2))]
+    nodes += [Node("exp", (4,)), Node("exp", (5,))]
+    y, h = (engine_numpy_statements.places(*block) for block in (("y", 4), ("h", 2)))
+    groups = engine_numpy_statements.Groups(
+        nodes, [4, 5, 6, 7], dict(enumerate(y)), dict(zip((6, 7), h, strict=True)), {"y": 4, "h": 2}
+    )
+    assert groups.of == {6: (6, 7), 7: (6, 7)} and groups.sizes == {"g0": 2}
+    assert groups.block == dict(zip((4, 5), engine_numpy_statements.places("g0", 2), strict=True))
