@@ -991,6 +991,8 @@ def test_large_calls_have_small_trials():
     kernels as the call."""
     trial = trial_of("fused", problem(T=100000, B=512, H=128, P=128))
     assert trial.problem[:4] == (3, 9, 128, 128) and trial.problem.limits == Limits(index=0, launch_steps=2)
+    forms = [problem(limits=Limits(cores=cores), cut=Cut(1, 0)) for cores in (8, 40)]  # the cut stands for the cores
+    assert trial_of("fused", forms[0]) == trial_of("fused", forms[1])
     trial = trial_of("stepwise", problem(T=100000, B=512, H=1024, P=1024))
     assert trial.problem[:4] == (10, 33, 32, 32) and trial.problem.limits == Limits(index=0, rows_left=9, cores=1)
     assert trial_of("stepwise", problem(T=64, B=5, H=1000, P=1000)).problem[:4] == (10, 3, 8, 8)

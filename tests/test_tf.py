@@ -598,8 +598,12 @@ def test_wrong_attributes():
             ours(op, a_case(op) | {attribute: wrong}, None)
     with pytest.raises(TypeError, match="use_peephole"):
         tf.block_lstm_grad(**{name: None for name in a_case("block_lstm_grad") if name != "use_peephole"})
+
+
+@pytest.mark.parametrize("op", RAW)
+def test_an_engine_that_was_asked_for_has_to_run(op):
     with pytest.raises(ValueError, match="engine='stepwise' cannot run: Metal shaders run on the GPU"):
-        ours("block_lstm", a_case("block_lstm"), "stepwise", mx.cpu)
+        ours(op, a_case(op), "stepwise", mx.cpu)
 
 
 def test_peepholes_of_any_length_where_they_are_unused():
