@@ -602,3 +602,18 @@ def test_operands_of_neighbours_are_computed_into_neighbouring_blocks():
     )
     assert groups.of == {6: (6, 7), 7: (6, 7)} and groups.sizes == {"g0": 2}
     assert groups.block == dict(zip((4, 5), engine_numpy_statements.places("g0", 2), strict=True))
+
+
+def test_the_preactivations_of_a_sigmoid_keep_their_sign():
+    """For many rows the engine computes -z instead of the preactivation z that only a sigmoid reads, but not if the
+    caller gets z, as the gates of an RNN."""
+    rng = np.random.default_rng(0)
+    x, Wx, Wh = (rng.normal(size=shape) for shape in ((20, 32, 3), (4, 3), (4, 4)))
+    arrays = [mx.array(array, mx.float32) for array in (x, Wx, Wh)]
+    with mx.stream(mx.cpu):
+        out = rnn(*arrays, activation="sigmoid", return_gates=True, engine="numpy")
+    h = np.zeros((32, 4))
+    for t in range(20):
+        z = x[t] @ Wx.T + h @ Wh.T
+        h = 1 / (1 + np.exp(-z))
+        np.testing.assert_allclose(np.array(out.gates[t]), z, atol=1e-5)
