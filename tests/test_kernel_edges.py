@@ -9,26 +9,23 @@ import pytest
 from cases import METAL
 from kernel_texts import name_of, noted
 from on_metal import on_metal
-from pointwise_cases import ZOO
 from quantized_cases import check_quantized, quantized_case
 
 from mlx_lstm import cells, gru, lstm, pointwise
-from mlx_lstm.engines.cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
-from mlx_lstm.engines.metal.pointwise import lanes_text
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import LIMITS, Problem
 from mlx_lstm.recurrence._trial import trial_of
 
 
-def computed(shaders, body, inputs, output, own=""):
+def computed(shaders, body, inputs, output):
     """Run the Metal code `body`, which calls functions of the files `shaders`, with one thread per element of the
-    first input. Return the array `found` that the code writes. output: (shape, dtype) of `found`. own: definitions that
-    come after those of the files."""
+    first input. Return the array `found` that the code writes. output: (shape, dtype) of `found`."""
     with on_metal(), mx.stream(METAL):
-        header = "using Index = long;\n" + kernels.header(shaders, own + body) + own
+        header = "using Index = long;\n" + kernels.header(shaders, body)
         kernel = mx.fast.metal_kernel(
             name="computed", input_names=list(inputs), output_names=["found"], source=body, header=header
         )
@@ -143,27 +140,6 @@ found[0] = at.keep, found[1] = next.keep, found[2] = at.q, found[3] = next.q;
     first, sign = (0, 1) if back else (t, -1)  # direction 1 begins its forward pass at the last time index
     expected = [(first * B + b) * D + 1, sign * B * D, ((T + first) * B + b) * H + unit, sign * B * H]
     assert found == expected
-
-
-@pytest.mark.parametrize("reverse", [0, 1])
-def test_places_of_the_masks_of_a_users_cell(reverse):
-    """`fused` computes right indices into masks that differ from step to step, if they have more than 2^31 numbers. A
-    step reads the mask of the next one."""
-    T, B, D, H = 70001, 601, 2, 1021
-    item, next_time = ((B - 1) * D + 1) * H + H - 1, 1 if reverse else T - 2
-    own = lanes_text(PointwiseCell(ZOO["indrnn"].graph(1, 1)))
-    body = f"""
-found[1] = 0;
-device float* number = (device float*)(found + 1);
-struct Arrays {{ Recorder mask; Absent z, inputs, keep; }};
-const Arrays a = {{ {{found, number}}, absent, absent, absent }};
-const Sweep sweep = {{0, {T}, {T}, {B}, {D}, 1, {reverse}, true}};
-ForwardNumbers<Own> numbers;
-read_numbers<Own, {H}>(a, sweep, {T - 3}, 0L, {B - 1}, long({item}), 0, {H - 1}, numbers);
-"""
-    shaders = ("arrays", "cell", "fused", "fused_lanes", "pointwise", "pointwise_forward")
-    found = computed(shaders, body, {"one": np.zeros(1, np.int32)}, ((2,), mx.int64), RECORDER + own)
-    assert found[0] == next_time * B * D * H + item
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
