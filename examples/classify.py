@@ -9,7 +9,6 @@ last printed line compares the model with a naive Bayes classifier on names that
 
 import os
 import re
-import sys
 import unicodedata
 from collections import Counter
 
@@ -19,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from support.command import numbers
 from support.curves import draw
 
 from mlx_lstm.nn import LSTM, stack
@@ -29,7 +29,7 @@ LONGEST, BATCH, HIDDEN, TEST = 40, 64, 64, 2000
 
 def data():
     """Return the examples (name, category) of characters in random order, and the 10 most frequent categories."""
-    found = [(unicodedata.name(chr(n), ""), unicodedata.category(chr(n))) for n in range(sys.maxunicode)]
+    found = [(unicodedata.name(chr(n), ""), unicodedata.category(chr(n))) for n in range(0x110000)]
     number = re.compile(r"-[0-9A-F]{4,}$|^HANGUL SYLLABLE")
     found = [(name, kind) for name, kind in found if 0 < len(name) <= LONGEST and not number.search(name)]
     kinds = [kind for kind, _ in Counter(kind for _, kind in found).most_common(10)]
@@ -97,4 +97,4 @@ def main(steps=1000):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:])) if all(word.isdigit() and int(word) for word in sys.argv[1:]) else sys.exit(__doc__)
+    main(*numbers(__doc__))

@@ -8,7 +8,6 @@ not used for training: by the LSTM, by a linear model of 20 values, and by the g
 """
 
 import os
-import sys
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # set before NumPy is imported: more threads would be slower
 
@@ -17,6 +16,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from matplotlib.figure import Figure
+from support.command import numbers
 
 from mlx_lstm.nn import LSTM
 
@@ -97,4 +97,4 @@ def main(steps=300):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:])) if all(word.isdigit() and int(word) for word in sys.argv[1:]) else sys.exit(__doc__)
+    main(*numbers(__doc__))

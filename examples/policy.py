@@ -8,12 +8,11 @@ policy plays, step by step, the program multiplies the states by 0. When the pro
 rollout at once, the argument `keep` (a factor on the states, 0 or 1 for each step) makes the same resets.
 """
 
-import sys
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from support.command import numbers
 from support.curves import draw
 
 from mlx_lstm.nn import LSTM
@@ -97,4 +96,4 @@ def main(rollouts=30):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:])) if all(word.isdigit() and int(word) for word in sys.argv[1:]) else sys.exit(__doc__)
+    main(*numbers(__doc__))

@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from support.command import numbers
 
 from mlx_lstm.nn import LSTM, quantize
 
@@ -77,4 +78,4 @@ def main(layers=2, units=640, bits=0):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:])) if all(map(str.isdigit, sys.argv[1:])) else sys.exit(__doc__)
+    main(*numbers(__doc__, most=3))

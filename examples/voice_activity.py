@@ -7,7 +7,6 @@ with the best threshold on the energy, and compare streaming with one call for t
 """
 
 import os
-import sys
 import time
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # set before NumPy is imported: more threads would be slower
@@ -16,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from support.command import numbers
 from support.curves import draw
 
 from mlx_lstm.nn import LSTM
@@ -97,4 +97,4 @@ def main(steps=80):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:])) if all(word.isdigit() and int(word) for word in sys.argv[1:]) else sys.exit(__doc__)
+    main(*numbers(__doc__))

@@ -114,8 +114,6 @@ class Layers(Advised):
         engine: Engine | None = None,
     ):
         super().__init__()
-        # Each check raises a ValueError, or returns the value as a Python int or float. NO_UNITS: why there must be at
-        # least one unit, for the error text.
         self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
         self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.num_layers: int = check_integer(self.op, "num_layers", num_layers, least=1)

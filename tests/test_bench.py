@@ -27,12 +27,11 @@ from mlx_lstm.lab.timing.cases import CASES, find_contender, is_installed, strea
 from mlx_lstm.lab.timing.cases import stack as judge_stack
 from mlx_lstm.lab.timing.cases.lstm import CONTENDERS, draw
 from mlx_lstm.lab.timing.cases.stack import from_buffer, to_buffer
-from mlx_lstm.lab.timing.files import plot
 from mlx_lstm.lab.timing.judge import evaluate_lstm, judge_layer
-from mlx_lstm.lab.timing.report import PAUSE_HINT, THREADS_HINT, group_text
-from mlx_lstm.lab.timing.rounds import Measurement, Plan, needed_bytes, peak_ratio, plan, ratio, take_turn
+from mlx_lstm.lab.timing.report import PAUSE_HINT, THREADS_HINT, group_text, plot
+from mlx_lstm.lab.timing.rounds import Measurement, Plan, peak_ratio, plan, ratio, take_turn
 from mlx_lstm.lab.timing.short import time_line
-from mlx_lstm.lab.timing.tasks import PASSES, Size, Task, parse_size
+from mlx_lstm.lab.timing.tasks import PASSES, Size, Task, needed_bytes, parse_size
 from mlx_lstm.lab.timing.worker import PeakMemory, Worker
 from mlx_lstm.oracle.arithmetic import Rounding
 
@@ -486,12 +485,16 @@ def test_times_of_gradients_that_compute_steps_again(tmp_path):
     ("arguments", "said"),
     [
         (["--sizes", "1,2,3"], "a size is four numbers"),
+        (["--sizes", "99999999999,1,1,1"], "must fit into this machine's memory but got '99999999999,1,1,1'"),
         (["--contenders", "tensorflow"], "a contender is one of ours, mlx, torch"),
         (["--contenders", "nowhere:X"], "No module named 'nowhere'"),
         (["--engine", "fastest"], "invalid choice: 'fastest'"),
         (["--device", "gpu", "--engine", "numpy"], "engine='numpy' cannot run"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--rounds", "1" + 400 * "0"], "both at most 86400"),
+        (["--seconds", "inf"], "both at most 86400"),
         (["--patience", "-1"], "--patience must be at least 0"),
+        (["--patience", "inf"], "at most 86400"),
         (["--contenders", "math:pi"], "math:pi must be a Contender but is of type float"),
         (["--memory", "--plot", "a.png", "--quick"], "--quick, --plot: of no use with --memory"),
         (["--memory", "--host"], "one of --memory and --host at a time"),

@@ -46,7 +46,7 @@ assert child.said() == "" and child.process.returncode == 0
 """,
     "compare": """
 from mlx_lstm.lab.mpsgraph import contenders
-from mlx_lstm.lab.mpsgraph.grid import grid
+from mlx_lstm.lab.mpsgraph.cases import grid
 case = next(iter(grid(lambda case: True)))
 mpsgraph = contenders.all_contenders()["mpsgraph"]
 problem = mpsgraph.run(case).problem

@@ -14,9 +14,8 @@ from on_metal import on_metal
 from mlx_lstm.compare import __main__ as command
 from mlx_lstm.compare.experiments import experiments
 from mlx_lstm.lab.mpsgraph import apple, contenders, judge, torch_layer
-from mlx_lstm.lab.mpsgraph.cases import GATES, draw
+from mlx_lstm.lab.mpsgraph.cases import GATES, draw, grid
 from mlx_lstm.lab.mpsgraph.files import load_case, load_golden, save_case, save_golden
-from mlx_lstm.lab.mpsgraph.grid import grid
 from mlx_lstm.lab.mpsgraph.measure import ComparisonRow, between, compare
 from mlx_lstm.lab.mpsgraph.report import bars, pairs_text
 

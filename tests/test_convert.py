@@ -725,6 +725,14 @@ def test_what_is_no_weights_is_told_so(value, tmp_path):
         convert.write(tmp_path / "a.npz", {"lstm": value})
 
 
+@pytest.mark.parametrize("path", [None, 3, b"a.npz", ["a.npz"]], ids=repr)
+def test_what_is_no_path_is_refused(path):
+    what = rf"^\[convert\] path must be a str or a Path but got {type(path).__name__}\.$"
+    for call in (lambda: convert.read(path), lambda: convert.write(path, {})):
+        with pytest.raises(ValueError, match=what):
+            call()
+
+
 def test_other_things_than_layers_are_refused(tmp_path):
     class Theirs:
         def parameters(self):
@@ -1664,6 +1672,12 @@ def test_other_refusals(tmp_path, capsys, monkeypatch):
     assert "safetensors.torch.save_file" in refusal(capsys, tmp_path / "model.pt", target)
     assert "No such file" in refusal(capsys, tmp_path / "none.npz", target)
     assert "is no folder" in refusal(capsys, path, tmp_path / "none" / "b.npz")
+    with monkeypatch.context() as patch:  # root may write everywhere, so this test asks no real folder
+        patch.setattr(os, "access", lambda folder, mode: (folder, mode) != (tmp_path, os.W_OK))
+        text = f"no permission to write {target}, because its folder is read-only"
+        assert text in refusal(capsys, path, target)
+        with pytest.raises(PermissionError, match=text):
+            convert.write(target, {"rnn": PLAIN["gru"]})
     assert "called 'enc'; there are rnn" in refusal(capsys, path, target, "--only", "enc")
     assert "layers must all be alike" in refusal(
         capsys, saved(tmp_path / "two.npz", convert.to_torch(PLAIN["gru"], prefix="g.")
@@ -1826,10 +1840,11 @@ def test_stacks_and_orders(tmp_path, capsys):
     icfo = saved(tmp_path / "c.npz", theirs)
     assert main([str(icfo), str(target), "--order", "icfo", "--force"]) == 0
     assert_same(one_bias(PLAIN["one layer"]), convert.read(target).layers["x"])
-    for style in ("mlx", "keras"):  # a GRU, which has no such order
+    for style in ("mlx", "keras", "torch"):  # a GRU, which has no such order
         convert.write(path, {"enc.a": one_bias(PLAIN["one layer"]), "enc.b": PLAIN["gru"]}, style=style, force=True)
         assert main([str(path), str(target), "--order", "icfo", "--force"]) == 2
         assert "a permutation of rzn" in (said := capsys.readouterr().err) and "The layer is enc.b" in said
+        assert "\\x00" not in said
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -601,6 +601,7 @@ BAD = {
     "proj state": ({}, {"num_proj": 1}, r"input_h must have shape \[4, 3, 1\] but got shape \[4, 3, 2\]"),
     "length 0": ({}, {"sequence_lengths": [5, 0, 3]}, r"must lie in 1..5 but got sequence_lengths\[1\] = 0"),
     "length 6": ({}, {"sequence_lengths": [5, 1, 6]}, r"must lie in 1..5 but got sequence_lengths\[2\] = 6"),
+    "no lengths": ({}, {"sequence_lengths": None}, r"sequence_lengths must be integers, .* but got NoneType"),
     "lengths": ({}, {"sequence_lengths": [5, 1]}, r"sequence_lengths must have shape \[3\]"),
     "states": (
         {},

@@ -57,9 +57,9 @@ def test_it_learns(name, tmp_path):
     assert FIGURES[name][1](*figures(name, run.stdout)), run.stdout
 
 
-@pytest.mark.parametrize("word", ["--help", "0"])
-def test_help_is_the_first_lines(word):
-    command = [sys.executable, str(ROOT / "examples" / "policy.py"), word]
+@pytest.mark.parametrize("words", ["--help", "0", "\N{SUPERSCRIPT TWO}", "1 2"])
+def test_help_is_the_first_lines(words):
+    command = [sys.executable, str(ROOT / "examples" / "policy.py"), *words.split()]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert run.returncode == 1 and run.stderr.startswith("Reinforcement learning") and not run.stdout
 

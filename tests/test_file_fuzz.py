@@ -206,8 +206,8 @@ def write_seed(kind, folder):
     """Write a right file of a kind, from which the mutated ones are made, into a folder of its own."""
     from mlx_lstm import convert
     from mlx_lstm.lab.mpsgraph import judge
+    from mlx_lstm.lab.mpsgraph.cases import grid
     from mlx_lstm.lab.mpsgraph.files import Golden, save_golden
-    from mlx_lstm.lab.mpsgraph.grid import grid
 
     rng = np.random.default_rng(0)
     layers = {}

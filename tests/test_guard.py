@@ -615,6 +615,20 @@ def test_a_forked_process_keeps_no_lock(monkeypatch):
         os.close(copy)
 
 
+def test_a_pipe_in_place_of_the_lock_file_does_not_stop_a_trial(own_cache):
+    """If the lock on trials cannot be opened, because its file is a pipe, a trial runs without a lock."""
+    own_cache.parent.mkdir()
+    os.mkfifo(own_cache.with_suffix(".lock"))
+    entered = threading.Event()
+
+    def enter():
+        with _guard.one_process_at_a_time():
+            entered.set()
+
+    threading.Thread(target=enter, daemon=True).start()  # a daemon: if it hangs, the test still ends
+    assert entered.wait(30)
+
+
 def test_a_verdict_counts_for_one_version_of_everything(monkeypatch):
     """A verdict (the result of a trial run of kernels) is stored together with the chip, the versions of macOS, MLX
     and mlx-lstm, and the kernels' source. If one of these changes, even macOS 26.0 to 26.1, the kernels are tried

@@ -597,7 +597,7 @@ def golden(tmp_path, change):
     """Write a golden file, which holds recorded results of one implementation. The function `change` alters the
     contents before the checksum is computed. Return the path."""
     from mlx_lstm.lab.mpsgraph import judge
-    from mlx_lstm.lab.mpsgraph.grid import grid
+    from mlx_lstm.lab.mpsgraph.cases import grid
 
     case = next(iter(grid(lambda case: True)))
     results = {name: value.astype(np.float32) for name, value in judge.expected(case).items()}

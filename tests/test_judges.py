@@ -14,8 +14,8 @@ from mlx_lstm.convert.weights import Weights, differences
 from mlx_lstm.engines.cells import GRUCell, LSTMCell
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.lab.mpsgraph import measure
+from mlx_lstm.lab.mpsgraph.cases import grid
 from mlx_lstm.lab.mpsgraph.contenders import Outcome, run_here
-from mlx_lstm.lab.mpsgraph.grid import grid
 from mlx_lstm.lab.mpsgraph.judge import evaluated
 from mlx_lstm.oracle.closeness import exact_and_element_bounds
 from mlx_lstm.oracle.judge import Case

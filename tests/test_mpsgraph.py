@@ -1,6 +1,8 @@
 """Tests of `mlx_lstm.mpsgraph`, our version of Apple's RNN ops in MPSGraph. Results are compared with the float64
 oracle, `mx.grad` and torch; wrong arguments are refused."""
 
+from dataclasses import asdict
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,8 +13,7 @@ from mlx_lstm import mpsgraph
 from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.lab.mpsgraph import judge, ours
-from mlx_lstm.lab.mpsgraph.cases import ACTIVATION_PROPERTIES, COTANGENTS, GATES, RESULTS, CompareCase, draw
-from mlx_lstm.lab.mpsgraph.grid import draw_until
+from mlx_lstm.lab.mpsgraph.cases import ACTIVATION_PROPERTIES, COTANGENTS, GATES, RESULTS, CompareCase, draw, draw_until
 from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, LEADING_ONE, layouts, title
 from mlx_lstm.oracle.closeness import bounds_of, exact_and_bounds
 
@@ -352,10 +353,19 @@ def test_16_bit_results_have_the_dtype_of_source():
 def test_defaults_are_those_of_apple():
     assert mpsgraph.SingleGateRNNDescriptor().activation == "relu"
     lstm, gru = mpsgraph.LSTMDescriptor(), mpsgraph.GRUDescriptor()
-    flags = [value for d in (lstm, gru) for value in vars(d).values() if isinstance(value, bool)]
+    flags = [value for d in (lstm, gru) for value in asdict(d).values() if isinstance(value, bool)]
     assert len(flags) == 11 and not any(flags)
-    assert [v for v in vars(lstm).values() if v not in (False,)] == ["sigmoid", "sigmoid", "tanh", "sigmoid", "tanh"]
-    assert [v for v in vars(gru).values() if v not in (False,)] == ["sigmoid", "sigmoid", "tanh"]
+    assert [v for v in asdict(lstm).values() if v not in (False,)] == ["sigmoid", "sigmoid", "tanh", "sigmoid", "tanh"]
+    assert [v for v in asdict(gru).values() if v not in (False,)] == ["sigmoid", "sigmoid", "tanh"]
+
+
+@pytest.mark.parametrize("kind", [mpsgraph.LSTMDescriptor, mpsgraph.GRUDescriptor, mpsgraph.SingleGateRNNDescriptor])
+def test_misspelt_property_raises(kind):
+    """A property may be set after the descriptor was made, as in Apple's API. A misspelt one must not be ignored."""
+    descriptor = kind()
+    descriptor.reverse = True
+    with pytest.raises(AttributeError, match="bidirectonal"):
+        descriptor.bidirectonal = True
 
 
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["uni", "bi"])

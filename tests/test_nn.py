@@ -422,6 +422,19 @@ def test_parameters_of_numpy_are_refused(make):
                 layer(mx.zeros((2, 5, D)))
 
 
+@pytest.mark.parametrize("run", [lambda layer, x: layer(x), lambda layer, x: layer.step(x[:, 0])], ids=["call", "step"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "QuantizedLSTM", "Pointwise"])
+def test_weights_of_another_number_of_axes_are_refused(kind, run):
+    make = {"Pointwise": lambda: nn.Pointwise(lambda a, state: (mx.tanh(a[0]),), D, H, gates=1)}
+    make["QuantizedLSTM"] = lambda: nn.QuantizedLSTM.from_layer(nn.LSTM(D, 32), 32)
+    for name in ("Wxh", "Whh") if kind == "RNN" else ("Wx", "Wh"):
+        for change in (mx.flatten, lambda weight: weight[0, 0]):
+            layer = make.get(kind, lambda: getattr(nn, kind)(D, H))()
+            layer[name] = change(layer[name])
+            with pytest.raises(ValueError, match=rf"{name} must have (two axes|shape .*) but got shape"):
+                run(layer, mx.zeros((2, 5, D)))
+
+
 LAYERS = {"GRU": {}, "RNN": {}, "RNN relu": {"nonlinearity": reference.relu}, "RNN tanh": {"nonlinearity": mx.tanh}}
 
 

@@ -468,8 +468,9 @@ def test_a_model_stays_as_it_was_where_a_layer_is_refused():
 
 def test_float_layers_that_stay_are_named():
     """`quantize` names recurrent layers that stay in float: layers of MLX, subclasses, cells, and layers of other
-    packages. It does not name layers that `class_predicate` leaves out."""
+    packages, and layers in a tuple. It does not name layers that `class_predicate` leaves out."""
     model = Model()
+    model.pair = (mlx_lstm.nn.GRU(64, 64), nn.Linear(64, 64))
     model.more = [clients.TwoBiases(), mlx_lstm.torch.LSTMCell(3, 4), mlx_lstm.nn.QuantizedGRU(64, 64)]
     with pytest.warns(UserWarning) as heard:
         mlx_lstm.nn.quantize(model, 64, 4)
@@ -478,6 +479,7 @@ def test_float_layers_that_stay_are_named():
     assert str(warning.message) == (
         "[nn.quantize] left in float: other.theirs (mlx.nn.GRU: call mlx_lstm.nn.replace first), "
         "other.sub (Other, a subclass of mlx_lstm.nn.LSTM), "
+        "pair.0 (GRU in a tuple, in which MLX finds no layers: use a list), "
         "more.0 (TwoBiases, which has the parameters of an LSTM), more.1 (LSTMCell, which has no quantized kind)."
     )
     with warnings.catch_warnings():

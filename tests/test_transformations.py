@@ -12,7 +12,7 @@ from cases import EVERY_ARRAY, KINDS, OPTIONS, OUTPUTS_OF, draw_away_from_kinks,
 from pairs import pairs
 
 import mlx_lstm.nn
-from mlx_lstm import lstm, recurrence
+from mlx_lstm import Norm, cells, lstm, pointwise, recurrence
 from mlx_lstm.engines.tracing import PLACEHOLDER, is_transforming
 from mlx_lstm.ground.checks import forget_warnings
 
@@ -220,6 +220,19 @@ def test_a_single_step_compiled_for_any_shape_is_refused(kind, axis):
         mx.eval(compiled(x), compiled(mx.concatenate([x, x], axis)))
 
 
+def test_vmap_of_the_gradient_of_an_own_cell():
+    """MLX maps an operation that adds two axes at once to wrong axes, such as the gradient of a squeeze of two axes."""
+    rng = np.random.default_rng(0)
+    arrays = [mx.array(rng.normal(size=(3, *shape)).astype(np.float32)) for shape in ((2, 2, 1), (4, 1), (2, 4), (4,))]
+
+    def loss(x, Wx, h, u):
+        return pointwise(cells.indrnn, x, Wx, None, None, (h,), params=(u,), engine="ops")[0].square().sum()
+
+    mapped = mx.vmap(gradient(loss, 4))(*arrays)
+    for n in range(3):
+        assert_trees_close([d[n] for d in mapped], gradient(loss, 4)(*(array[n] for array in arrays)))
+
+
 def test_vmap_over_the_bias_of_a_plain_layer_alone():
     x, Wx, Wh = mx.random.normal((3, 2, 4)), mx.random.normal((8, 4)), mx.random.normal((8, 2))
     biases = mx.random.normal((3, 8))
@@ -245,6 +258,57 @@ def test_compiled_with_arrays_that_elementwise_operations_compute(kind):
     arrays, _, loss = small(kind)
     scaled = gradient(lambda *arrays: loss(*(array * 1.5 for array in arrays)), len(arrays))
     assert_trees_close(mx.compile(scaled)(*arrays), scaled(*arrays))
+
+
+# The next three tests do not evaluate what they compile: MLX's error comes before, and compiled kernels take long.
+
+
+def steps_of(function, shapes, **options):
+    """Return (arrays, loss): random arrays, and a loss of the arrays that runs `function` on their multiples, which
+    elementwise operations compute."""
+    rng = np.random.default_rng(0)
+    arrays = [mx.array(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
+
+    def loss(*arrays):
+        out = function(*(array * 1.5 for array in arrays), engine="ops", **options)
+        return sum((array * array).sum() for array in out[:2] if array is not None)
+
+    return arrays, loss
+
+
+def test_compiled_gradient_of_an_own_cell_in_chunks():
+    """MLX cannot compile some graphs in which the forward pass and its repetition read the same computed array."""
+
+    def call(x, Wx, Wh, b, h, c, **options):
+        h, state = pointwise(cells.lstm, x, Wx, Wh, b, (h, c), **options)
+        return h, state[1]
+
+    shapes = [(2, 1, 2), (8, 2), (8, 2), (8,), (1, 2), (1, 2)]
+    arrays, loss = steps_of(call, shapes, checkpoint_every=1)
+    mx.compile(gradient(loss, 6))(*arrays)
+
+
+def test_a_compiled_function_may_run_an_own_cell_twice():
+    """MLX cannot compile two equal splits of the last states, which an elementwise operation computes."""
+
+    def call(x, Wx, Wh, b, *state, **options):
+        first, second = (pointwise(cells.slstm, x, Wx, Wh, b, state, **options) for _ in range(2))
+        return first[0], first[1][1] + 2 * second[1][2]
+
+    arrays, loss = steps_of(call, [(2, 1, 2), (8, 2), (8, 2), (8,), *[(1, 2)] * 4])
+    mx.compile(loss)(*arrays)
+
+
+@pytest.mark.parametrize("op, G, options", [("gru", 3, {}), ("lstm", 4, {"checkpoint_every": 1})], ids=["gru", "lstm"])
+def test_compiled_second_derivative_with_a_norm(op, G, options):
+    """MLX cannot compile equal splits of a normalised product, which its scale multiplies elementwise."""
+
+    def call(x, Wx, Wh, b, scale, **options):
+        return getattr(recurrence, op)(x, Wx, Wh, b, norm=Norm("recurrent", scale), **options)
+
+    arrays, loss = steps_of(call, [(2, 1, 2), (2 * G, 2), (2 * G, 2), (2 * G,), (2 * G,)], **options)
+    second = gradient(lambda *arrays: sum((d * d).sum() for d in gradient(loss, 5)(*arrays)), 5)
+    mx.compile(second)(*arrays)
 
 
 def test_compiled_gradient_without_training():

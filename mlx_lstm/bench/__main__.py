@@ -15,8 +15,7 @@ from ..lab.command import Parser, check_plot
 from ..lab.progress import Progress
 from ..lab.report import machine_card, one_line
 from ..lab.timing.cases import CASES, find_contender, is_installed
-from ..lab.timing.files import plot, records, write_csv
-from ..lab.timing.report import LEGEND, card_text, group_text, references
+from ..lab.timing.report import LEGEND, card_text, group_text, plot, records, references, write_csv
 from ..lab.timing.rounds import Measurement, label, measure
 from ..lab.timing.tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .host import HOST_SIZE, host_text, measure_host
@@ -25,6 +24,10 @@ from .tune import tune
 
 QUICK = {"seconds": 1.0, "rounds": 3}  # defaults of --seconds and --rounds with --quick
 FULL = {"seconds": 10.0, "rounds": 5}  # and without --quick
+
+MOST = 86_400
+"""The largest value of --seconds and --patience: the seconds of a day, because the system's clocks refuse to wait for
+some weeks. It is also the largest value of --rounds."""
 
 PASSES_HELP = (
     "the passes to measure: forward; backward, which includes the forward pass; paced, a step every 3 ms (only with "
@@ -77,8 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def failures_text(rows: Iterable[Measurement]) -> str:
-    """Return one line of text for each implementation and engine that failed: its first failure, and the number of its
-    further failures."""
+    """Return a line for each implementation that failed: its first failure, and the number of further ones."""
     failed: dict[str, list[Measurement]] = {}
     for row in rows:
         if row.failed:
@@ -91,8 +93,7 @@ def failures_text(rows: Iterable[Measurement]) -> str:
 
 
 def shortened(row: Measurement, printed: Collection[str]) -> Measurement:
-    """Return a measurement for printing. If its status, an error text of several lines, is in `printed`, the texts that
-    were printed before, shorten it to the first line."""
+    """Return a measurement for printing: a status of several lines that was printed before becomes its first line."""
     return row._replace(status=f"{row.status.splitlines()[0]} (as above)") if row.status in printed else row
 
 
@@ -200,13 +201,11 @@ def check_together(options: argparse.Namespace) -> None:
 
 
 def dashed(name: str) -> str:
-    """Return the name of an option as typed on the command line, with - in place of _."""
     return name.replace("_", "-")
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Set every option that the user left out to its default, and check all values. Raise ValueError if a value is
-    wrong."""
+    """Set every option that the user left out to its default. Raise ValueError if a value is wrong."""
     options.case = options.case or "lstm"
     case = CASES[options.case]
     one = MEMORY_SIZE if options.memory else HOST_SIZE
@@ -215,10 +214,10 @@ def complete(options: argparse.Namespace) -> None:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if options.rounds < 1 or not options.seconds > 0:
-        raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
-    if not options.patience >= 0:
-        raise ValueError("--patience must be at least 0")
+    if not (1 <= options.rounds <= MOST and 0 < options.seconds <= MOST):
+        raise ValueError(f"--rounds must be at least 1, --seconds greater than 0, and both at most {MOST}")
+    if not 0 <= options.patience <= MOST:
+        raise ValueError(f"--patience must be at least 0 and at most {MOST}")
     options.passes = options.passes or (["backward"] if options.memory else list(case.default_passes))
     if missing := set(options.passes) - set(case.passes):
         raise ValueError(f"--passes: the case {options.case} has no {missing.pop()}")

@@ -58,9 +58,8 @@ fraction is below 1, because measured times vary."""
 
 
 def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the default is a tuple and never changes)
-    """Measure which Metal engine is faster, print the measurements and write the table to a file. Return the exit code:
-    0, or 2 if there is no Metal or the file cannot be written. file: the path, or None for the file that the library
-    reads. grid: the dtypes, batches and sizes to measure."""
+    """Measure which Metal engine is faster, print the measurements and write the table to `file` (None: the one that
+    the library reads). Return the exit code: 0, or 2 if there is no Metal or the file cannot be written."""
     if not has_metal():
         print(
             "nothing to tune: MLX has no Metal back end on this machine, and only Metal has two engines to choose from",
@@ -99,7 +98,6 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the defau
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """Return an error text for the user: the table cannot be written."""
     return f"cannot write {path}: {error}; --tune-file names another place"
 
 
@@ -109,11 +107,8 @@ def write(
     measured: list[dict[str, object]],
     cuts: list[tuple[str, int, int, int]],
 ) -> None:
-    """Write the table and the measurements to a file. Raise OSError if the file cannot be written.
-
-    engines: the table, by dtype and B. measured: the measurement of each size, as `measure_point` returns it. cuts: the
-    cuts that are faster than the built-in cut, as (dtype, B, rows, spare).
-    """
+    """Write the table and the measurements to a file. engines: the table, by dtype and B. measured: the measurement of
+    each size, as `measure_point` returns it. cuts: those that beat the built-in cut, as (dtype, B, rows, spare)."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": tuning.machine(), "engines": engines, "cuts": cuts, "measured": measured}
     text = json.dumps(content, indent=1) + "\n"
@@ -170,9 +165,8 @@ Name = TypeVar("Name")
 def measure(
     contenders: Mapping[Name, tuple[str, Cut | None]], size: Size, dtype: str, grid: Grid
 ) -> dict[Name, float | str]:
-    """Time engines in turns. contenders: {name: (engine, cut)}, where the cut says how `fused` divides its work, and
-    None is the built-in cut. Return for each name the milliseconds of a forward and backward pass, or the reason why
-    the entry was discarded."""
+    """Time engines in turns. contenders: {name: (engine, cut)}; None is the built-in cut. Return for each name the
+    milliseconds of a forward and backward pass, or why it was discarded."""
     times: dict[Name, float | str] = {}
     ready: dict[Name, Work] = {}
     for name, (engine, cut) in contenders.items():
@@ -213,7 +207,6 @@ def refusal_of(engine: str, size: Size, dtype: str) -> str:
 
 
 def prepare(engine: str, size: Size, dtype: str) -> Work:
-    """Return a layer's forward and backward pass on an engine, ready to run."""
     return prepare_ours(draw(size, dtype), Task("ours", engine, size, "backward", dtype, "gpu"))
 
 
@@ -228,13 +221,11 @@ def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
 
 def row_of(points: Sequence[Mapping[str, Any]]) -> tuning.Row:
     """Return the fastest engine for each range of H at one batch size, as pairs (largest H of the range, engine).
-    points: the measurements at each H, in ascending order. Consecutive H with the same fastest engine become one
-    range."""
+    points: the measurements in ascending order of H."""
     pairs = [(point["H"], point["engine"]) for point in points]
     following = [engine for _, engine in pairs[1:]] + [""]
     return tuple((H, engine) for (H, engine), after in zip(pairs, following, strict=True) if engine != after)
 
 
 def took(time: object) -> str:
-    """Return a time in milliseconds as text, or the reason why there is no time."""
     return time if isinstance(time, str) else f"{time:.3f} ms"

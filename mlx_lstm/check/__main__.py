@@ -11,7 +11,7 @@ from ..ground.machine import VERSION, check_files, in_all_digits, on_one_thread,
 from ..lab.command import Parser
 from ..lab.engines.comparison import Work, findings
 from ..lab.engines.grid import GridCase, grid
-from ..lab.engines.report import CannotWriteError, Report, card_line, engine_lines
+from ..lab.engines.report import CannotWriteError, Report, engine_lines
 from ..lab.progress import Progress
 from ..lab.timing import short
 from ..lab.timing.tasks import SIZES, parse_size
@@ -88,7 +88,9 @@ class Selection:
 def check(selection: Selection, report: Report, options: argparse.Namespace) -> None:
     """Compare all engines with float64, measure their times, and with `--full` run the other commands. Print a line
     about each, and add the findings to the report."""
-    print(card_line(report.machine), flush=True)
+    card = report.machine
+    versions = f"MLX {card['mlx']}, Python {card['python']}, NumPy {card['numpy']}, kernels {card['kernels']}"
+    print(f"mlx_lstm {card['mlx_lstm']} on {card['chip']}, {card['system']}, {versions}", flush=True)
     with Progress() as progress:
         found = findings(selection.work, selection.cases, options.full)
         for _ in progress.each(selection.work, "comparisons"):
@@ -127,8 +129,7 @@ def time_engines(selection: Selection, report: Report, options: argparse.Namespa
 
 
 def conclude(report: Report) -> int:
-    """Write the report to its file and print the verdict. Return the exit code: 0 if all comparisons are right, else
-    1."""
+    """Write the report and print the verdict. Return the exit code: 0 if all comparisons are right, else 1."""
     reasons = report.reasons()
     right = f"RIGHT: all {len(report.findings)} comparisons are within their bounds"
     report.verdict = f"WRONG: {'; '.join(reasons)}" if reasons else right

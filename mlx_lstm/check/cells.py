@@ -40,7 +40,6 @@ class Form(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Return the name of the cell for the printed lines."""
         return self.cell.__name__ + (" with a norm" if self.norm else "")
 
 
@@ -68,9 +67,8 @@ NORMED = (
 
 
 def verdict(form: Form, engine: Engine) -> str:
-    """Run the forward and the backward pass of a cell on a Metal engine. Return why the library refuses the cell's
-    kernels, or "" if they are right. The numbers and sizes of this call do not matter, because the library tests the
-    kernels with numbers of its own."""
+    """Run both passes of a cell on a Metal engine. Return why the library refuses its kernels, or "". The numbers and
+    sizes do not matter, because the library tests the kernels with numbers of its own."""
     Wx, Wh = mx.ones((form.gates * H, 2)), mx.zeros((form.gates * H, H)) if form.recurrent else None
     inputs, params = [mx.ones((3, B, H))] * form.inputs, [mx.ones(H)] * form.params
 

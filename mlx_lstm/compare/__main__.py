@@ -9,17 +9,15 @@ from typing import Any, TextIO
 from ..ground.machine import VERSION, check_files, in_all_digits, run_command
 from ..lab.command import Parser, check_plot
 from ..lab.mpsgraph import judge, report
-from ..lab.mpsgraph.cases import GATES, CompareCase
+from ..lab.mpsgraph.cases import GATES, CompareCase, grid
 from ..lab.mpsgraph.contenders import HOW_TO_GET, Contender, Outcome, all_contenders
 from ..lab.mpsgraph.dump import Dump, load_dump
 from ..lab.mpsgraph.files import Golden, load_golden, save_golden
-from ..lab.mpsgraph.grid import grid
 from ..lab.mpsgraph.measure import ComparisonRow, rows_of
 from ..lab.progress import Progress
 from ..recurrence import unguarded
-from .experiments import experiments
+from .experiments import experiments, settle, settle_text
 from .readings import Reading, base_case, search
-from .settle import settle, settle_text
 
 KINK_MARGIN = 1e-3
 """The smallest allowed distance of an argument of relu or hard_sigmoid from a kink, where the slope jumps. Nearer to a
@@ -122,8 +120,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def present(names: list[str] | None) -> dict[str, Contender]:
-    """Return the contenders (implementations to compare) to run, by name. Raise ValueError if one that the user
-    requested cannot run here."""
+    """Return the contenders (implementations) to run. Raise ValueError if one that the user named cannot run here."""
     everyone = all_contenders()
     if names is None:
         return {name: one for name, one in everyone.items() if one.missing() is None}
@@ -137,16 +134,14 @@ def present(names: list[str] | None) -> dict[str, Contender]:
 
 
 def absent() -> dict[str, str]:
-    """Return {contender: reason} for the implementations that cannot run here. The reason says how to install what
-    is missing."""
+    """Return {implementation that cannot run here: why, and how to install what is missing}."""
     missing = {name: one.missing() for name, one in all_contenders().items()}
     return {name: f"{why}; it needs {HOW_TO_GET.get(name, '-')}" for name, why in missing.items() if why}
 
 
 def run_compare(contenders: dict[str, Contender], golden: Golden | None, options: argparse.Namespace) -> int:
     """Run every case on every contender (implementation) and compare the results. Print the report and return the exit
-    code. golden: the recorded cases and results of the option --golden, with which the contenders are compared, too; or
-    None."""
+    code. golden: recorded cases and results (option --golden), which are compared with, too; or None."""
     # New cases must keep away from kinks of activations, where rounding can make the gradient jump.
     cases = golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN)
     cases = [case for case in cases if not options.cases or any(text in case.name for text in options.cases)]
@@ -216,7 +211,6 @@ def reading_text(reading: Reading, tried_pairs: bool) -> str:
 
 
 def screen(options: argparse.Namespace) -> TextIO:
-    """Return the stream for the printed report: stdout, or stderr if the JSON goes to stdout."""
     return sys.stderr if options.json == "-" else sys.stdout
 
 
@@ -251,8 +245,7 @@ def show(
 def run_cases(
     cases: list[CompareCase], contenders: dict[str, Contender], golden: Golden | None
 ) -> tuple[list[ComparisonRow], dict[str, dict[str, Outcome]]]:
-    """Run all cases on all contenders (implementations) and compare the results. Return (comparisons, outcomes), where
-    the outcomes are {name of a case: {name of a contender: outcome}}."""
+    """Run all cases on all implementations and compare. Return (comparisons, {case: {implementation: outcome}})."""
     rows, outcomes = [], {}
     with Progress() as progress:
         for case in progress.each(cases, "cases"):
@@ -264,8 +257,7 @@ def run_cases(
 
 
 def attempt(contender: Contender, case: CompareCase) -> Outcome:
-    """Run a case on a contender (implementation) and return the outcome. An exception becomes an outcome with a
-    problem."""
+    """Run a case on an implementation. An exception becomes an outcome with a problem."""
     try:
         return contender.run(case)
     except Exception as error:

@@ -78,9 +78,8 @@ def with_product(case: CompareCase, fl: Rounding) -> np.ndarray:
 
 
 def moved(case: CompareCase) -> CompareCase:
-    """Return the case with state_gradient (the gradient of the last state) added to source_gradient (the gradient of h)
-    at the time step T - 1. In one interpretation of Apple's documentation it is added there even if the op runs in
-    reverse and ends at step 0."""
+    """Return the case with state_gradient (of the last state) added to source_gradient (of h) at step T - 1: in one
+    interpretation of Apple's documentation it is added there even if the op ends at step 0."""
     arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
     arrays["source_gradient"] = case.arrays["source_gradient"].copy()
     arrays["source_gradient"][-1] += case.arrays["state_gradient"]

@@ -37,12 +37,10 @@ FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "sin
 
 
 class Change(NamedTuple):
-    """One change to the documented interpretation of the arrays that a user saved from an app.
-
-    kind: what changes, such as "layout"; two changes of one kind, except layouts, exclude each other. words: the
-    change in words. apply: a function that applies the change to a case (a call of an op). readings: the oracle's
-    choices for points that Apple's documentation leaves open, such as {"hard_sigmoid": "x/6"}.
-    """
+    """One change to the documented interpretation of the arrays that a user saved. kind: what changes, such as
+    "layout"; two changes of one kind, except layouts, exclude each other. words: the change in words. apply: applies it
+    to a case. readings: the oracle's choices for points that Apple's documentation leaves open, such as
+    {"hard_sigmoid": "x/6"}."""
 
     kind: str
     words: str
@@ -51,9 +49,8 @@ class Change(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A form in which an app may have saved a result. words: its description. to_documented: a function that converts
-    the saved array to the documented layout. key: the name of the values to compare with, in the dict that `predicted`
-    returns."""
+    """A form in which an app may have saved a result: its description, a function that converts it to the documented
+    layout, and the name (key) of the values to compare with in the dict that `predicted` returns."""
 
     words: str
     to_documented: Callable[[np.ndarray], np.ndarray]
@@ -91,9 +88,8 @@ def base_case(dump: Dump) -> tuple[CompareCase, list[str]]:
 
 def search(dumps: list[Dump]) -> tuple[Reading, bool]:
     """Return (reading, pairs): the interpretation of the saved arrays that explains the most results, and whether pairs
-    of changes were tried. A change is a difference from the documented interpretation in one point, such as a layout.
-    Pairs are tried only if no single change explains all results. dumps: one `Dump` for each possible choice of
-    sizes."""
+    of changes (differences from the documented interpretation) were tried, because no single change explains all.
+    dumps: one `Dump` for each possible choice of sizes."""
     best = judged(dumps[0], ())
     if best.fitting < len(best.distances):
         alone = [(dump, chosen) for dump in dumps for chosen in [(), *((one,) for one in changes(dump))]]
@@ -135,9 +131,8 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str
 
 
 def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
-    """Return a fast measure of how far the saved results in `dump` are from the float64 oracle, if the changes `chosen`
-    are applied to the documented interpretation. The measure is the mean logarithm of the relative errors of all
-    results."""
+    """Return a fast measure of how far the saved results are from the float64 oracle after these changes of the
+    documented interpretation: the mean logarithm of the relative errors."""
     case, readings, _ = applied(dump, chosen)
     # alone: the results of the forward op.
     alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
@@ -176,9 +171,8 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
 
 
 def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
-    """Compare the saved results in `dump` with the float64 oracle within error bounds, after applying the changes
-    `chosen` to the documented interpretation. Return this interpretation as a `Reading`, which has each result's error
-    divided by its bound."""
+    """Compare the saved results with the float64 oracle within error bounds, after these changes of the documented
+    interpretation. Return it as a `Reading`."""
     case, readings, words = applied(dump, chosen)
     try:
         exact, bound = exact_and_element_bounds(lambda fl: predicted(case, fl, readings), case.arrays["source"].dtype)
@@ -198,9 +192,8 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
 
 
 def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Iterator[Form]:
-    """Yield the forms in which an app may have saved the result `name` as the array `value`. Each form has a meaning
-    and a layout that fit the array's shape. The first is the documented form or, for an array without a time axis, the
-    last step alone."""
+    """Yield the forms, a meaning and a layout that fits the shape, in which an app may have saved the result `name` as
+    the array `value`: first the documented one or, for an array without a time axis, the last step alone."""
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Form("the last step alone", lambda v: v, f"last {name}")
     # variants: (a meaning in words, the function that converts it to the documented one, the name in `predicted`).
@@ -259,19 +252,15 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
             for order in orders(case):
                 words = f"the gates of {name} alone are in the order {order_text(order)}"
                 yield Change("order", words, reorder(dump, case, [name], order))
-    # defaults: Apple's default activations; the default of all other properties is "sigmoid".
-    defaults = {"activation": "tanh" if case.op == "lstm" else "relu", "cell_gate_activation": "tanh"}
-    defaults |= {"output_gate_activation": "tanh"} if case.op == "gru" else {}
-    for name in ACTIVATION_PROPERTIES[case.op]:
+    for name, default in ACTIVATION_PROPERTIES[case.op].items():
         for word in ACTIVATIONS:
-            if word != case.descriptor.get(name, defaults.get(name, "sigmoid")):
+            if word != case.descriptor.get(name, default):
                 yield Change("activation", f"the descriptor has {name} = {word!r}", with_property(name, word))
 
 
 def of_layouts(dump: Dump) -> Iterator[Change]:
-    """Yield a change for each undocumented layout that the shape of an argument allows: it converts the argument from
-    this layout to the documented one. With two directions also yield the change that exchanges them. Masks are left
-    out: `of_options` tries their layouts."""
+    """Yield a change for each undocumented layout that the shape of an argument allows, which converts it to the
+    documented one, and with two directions one that exchanges them. `of_options` tries the layouts of masks."""
     case = dump.case
     for name, value in ((name, value) for name, value in case.arrays.items() if name != "mask"):
         for layout, to_documented in possible_layouts(dump, name, value)[1:]:  # the first one is the documented layout
@@ -282,9 +271,8 @@ def of_layouts(dump: Dump) -> Iterator[Change]:
 
 
 def of_options(case: CompareCase) -> Iterator[Change]:
-    """Yield a change for each point that Apple's documentation leaves open and that matters for this case. The change
-    selects the interpretation of this point that is not the default: it sets an option of the oracle, or changes the
-    arrays of the case."""
+    """Yield a change for each point that Apple's documentation leaves open and that matters for this case. It selects
+    the other interpretation: by an option of the oracle, or by changed arrays."""
     if "peephole" in case.arrays:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():
@@ -300,13 +288,11 @@ def of_options(case: CompareCase) -> Iterator[Change]:
 
 
 def with_property(name: str, value: Any) -> Callable[[CompareCase], CompareCase]:
-    """Return a function that sets one property in the descriptor of a case."""
     return lambda case: case._replace(descriptor=case.descriptor | {name: value})
 
 
 def documented_order(case: CompareCase) -> str:
-    """Return the gate order that Apple documents for the descriptor of this case, in Apple's letters. z is an LSTM's
-    cell gate (g in other libraries) or a GRU's update gate; o is an LSTM's output gate or a GRU's candidate."""
+    """Return the gate order that Apple documents for this case, in Apple's letters: see LETTERS."""
     if case.descriptor.get("forget_gate_last"):
         return "izfo"
     return "rzo" if case.descriptor.get("reset_gate_first") else LETTERS[case.op]
@@ -319,21 +305,18 @@ def orders(case: CompareCase) -> list[str]:
 
 
 def order_text(order: str) -> str:
-    """Return a gate order as text, such as "[i, z, f, o] (forgetGateLast)", with the property of the descriptor that
-    selects it, if there is one."""
+    """Return a gate order as text, such as "[i, z, f, o] (forgetGateLast)", with the property that selects it."""
     names = {"izfo": " (forgetGateLast)", "rzo": " (resetGateFirst)"}
     return f"[{', '.join(order)}]{names.get(order, '')}"
 
 
 def gate_positions(case: CompareCase, order: str) -> list[int]:
-    """Return the position of each gate in the gate order `order`, such as "izfo". The gates come in the documented
-    order."""
+    """Return the position of each gate, in the documented order, in the gate order `order`, such as "izfo"."""
     return [order.index(gate) for gate in documented_order(case)]
 
 
 def reorder(dump: Dump, case: CompareCase, names: list[str], order: str) -> Callable[[CompareCase], CompareCase]:
-    """Return a function that converts the arrays `names` of a case from the gate order `order` to the documented
-    order."""
+    """Return a function that converts the arrays `names` of a case from this gate order to the documented one."""
     # axes: the axis of the gates in each array.
     axes = {name: next(n for n, parts in enumerate(dump.groups(name)) if "G" in parts) for name in names}
     index = gate_positions(case, order)

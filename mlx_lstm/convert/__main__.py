@@ -17,7 +17,7 @@ import mlx.core as mx
 from ..ground.budget import shown
 from ..ground.checks import fail
 from ..ground.machine import VERSION, run_command
-from ._files import Model, ending_of, read, replace, some, title, write, write_to
+from ._files import Model, check_folder, ending_of, read, replace, some, title, write, write_to
 from ._keys import STYLES, WAYS
 from .keras import stack as stack_of_keras
 from .weights import bits, describe, differences, stacked
@@ -59,8 +59,7 @@ def convert(options: argparse.Namespace) -> list[str]:
         raise FileExistsError(f"{target} exists; --force replaces it")
     if target.is_dir() and not is_package:
         raise IsADirectoryError(f"{target} is a folder")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target.parent} is no folder")
+    check_folder(target)
     # In these formats the user may choose the keys of the arrays; the other formats prescribe them.
     has_keys = ending in (".safetensors", ".npz")
     for option in ("keys", "to"):

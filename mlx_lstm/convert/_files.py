@@ -106,7 +106,7 @@ def read(
     if nonlinearity is not None:
         check_option("convert", "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
     check_flag("convert", "external_data", external_data)
-    path = Path(path)
+    path = path_of(path)
     ending = ending_of(path)
     # Only files of arrays need these options; other files describe their layers. `ways` always has a value, its
     # default, so it is not refused.
@@ -135,6 +135,15 @@ def read(
         plain = [name for name in plain if not any(key in told.options for key in used[name])]
         note = f"{some(map(title, plain))}: the file does not tell the activation: tanh is assumed (see nonlinearity)"
         return selected(Model(layers, rest, used, [note] if plain else [], metadata), only)
+
+
+def path_of(path: object) -> Path:
+    """Return the argument `path` of `read` or `write` as a `Path`. Raise ValueError if it is neither a text nor a path
+    object, for example if it is an open file or its bytes."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        fail("convert", "path must be a str or a Path", type(path).__name__)
+    return Path(text)
 
 
 def selected(model: Model, only: Sequence[str] | None) -> Model:
@@ -212,9 +221,8 @@ def write(
         >>> convert.read(path).keys
         {'lstm': ['lstm.Wx', 'lstm.Wh', 'lstm.bias']}
     """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent} is no folder")
+    path = path_of(path)
+    check_folder(path)
     if path.suffix != _coreml_file.ENDING:
         ending_of(path, writes=True)
     if not isinstance(model, Model):
@@ -234,6 +242,15 @@ def write(
     if path.suffix == _coreml_file.ENDING:
         return _coreml_file.write(path, model.layers, force)
     replace(path, lambda partial: write_to(partial, model, style, keys, ways), force)
+
+
+def check_folder(path: Path) -> None:
+    """Check that the folder of a new file exists, and that this user may write to it: `replace` makes a temporary file
+    there."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is no folder")
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"no permission to write {path}, because its folder is read-only")
 
 
 def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:

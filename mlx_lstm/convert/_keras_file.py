@@ -367,13 +367,10 @@ def gathered(
     rest = {key: array for key, array in arrays.items() if key not in taken}
     left_out = {key for key in rest if key.startswith("optimizer") or "seed_generator" in key}
     notes = [f"{len(left_out)} arrays of the optimizer and of random generators are left out"] if left_out else []
-    notes += [*notes_naming(silent, DEFAULTS_ASSUMED), *notes_naming(own, OWN_CLASS)]
+    rule = "the file does not tell options such as activations: Keras 3's defaults are assumed"
+    notes += notes_naming(silent, rule)
+    notes += notes_naming(own, "a class of your own, read as the class of Keras from which it derives")
     return found, {plain(key): array for key, array in rest.items() if key not in left_out}, keys, notes
-
-
-DEFAULTS_ASSUMED = "the file does not tell options such as activations: Keras 3's defaults are assumed"
-OWN_CLASS = "a class of your own, read as the class of Keras from which it derives"
-"""The notes on layers whose options are in no configuration, and on layers of a user's class."""
 
 
 def notes_naming(names: list[str], text: str) -> list[str]:

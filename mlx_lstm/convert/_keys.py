@@ -135,7 +135,8 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
     path, dot, last_part = key.rpartition(".")
     if match := TORCH_LEAF.fullmatch(last_part):  # match: 1 the leaf, 2 the layer's number, 3 "_reverse" or None
         form = f"{path}{dot}\0{last_part[match.end(1) :]}"
-        return match[1], Group(form, path, int(match[2]), int(bool(match[3])), True, {}, form)
+        own = f"{path}{dot}{last_part[match.end(1) + 1 :]}"  # such as lstm.l0, which error texts print
+        return match[1], Group(own, path, int(match[2]), int(bool(match[3])), True, {}, form)
     if not (match := LEAF.fullmatch(last_part)):  # match: 1 the leaf, 2 the word for the direction or None
         return None
     form = f"{path}{dot}\0{last_part[match.end(1) :]}"
@@ -310,8 +311,7 @@ def names_counted_by(key: str, names: Container[str]) -> list[str]:
 
 
 MOST_DIGITS = 20
-"""The largest number of digits of a number in a key that are examined. A key of a foreign file may be one very long
-number."""
+"""The largest number of digits of a number in a key that are examined."""
 
 
 def arranged(

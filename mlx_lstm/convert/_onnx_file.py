@@ -28,9 +28,6 @@ MOST = 2**31 - 2**20
 """The largest number of bytes of all arrays in a written file. protobuf cannot store 2^31 bytes; the rest is for
 names."""
 
-INTEGERS = ("int32", "int64", "uint64")
-"""The integer types for which a tensor has a field of single numbers, such as int32_data."""
-
 OPSET, IR_VERSION = 14, 8
 """The ONNX versions that written files name: old enough for every runtime, new enough for all written attributes."""
 
@@ -227,7 +224,8 @@ def array_of(onnx: Any, tensor: Any, name: str, budget: Budget) -> Any:
     check_shape(name, tuple(tensor.dims))
     # Numbers that are not in raw_data are in a field such as float_data or int64_data. A number may take one byte in
     # the file and eight in memory.
-    budget.take(8 * max(len(getattr(tensor, f"{kind}_data")) for kind in ("float", "double", *INTEGERS)), name)
+    kinds = ("float", "double", "int32", "int64", "uint64")
+    budget.take(8 * max(len(getattr(tensor, f"{kind}_data")) for kind in kinds), name)
     try:
         array = onnx.numpy_helper.to_array(tensor)
     except Exception as error:

@@ -134,9 +134,8 @@ def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
     # The order of the buffer: layer by layer, in each layer direction by direction, in each direction Wx, Wh, Wp.
     matrices = [matrix[way] for of_layer in rows for way in range(D) for matrix in of_layer]
-    return mx.concatenate(
-        matrices + [mx.stack([arrays["bW"], arrays["bR"]], axis=1).reshape(-1) for arrays in layers]
-    )  # the biases of a layer: [D, 2, G H]
+    biases = [mx.stack([arrays["bW"], arrays["bR"]], axis=1).reshape(-1) for arrays in layers]  # [D, 2, G H] of a layer
+    return mx.concatenate(matrices + biases)
 
 
 def from_cudnn(
@@ -187,8 +186,7 @@ def from_cudnn(
         # `part` takes the biases of both directions side by side, [D G H].
         arrays |= {"bx": arrays.pop("bW").reshape(-1), "bh": arrays.pop("bR").reshape(-1)}
         layers.append([part(arrays, way) for way in range(2)] if where.D == 2 else [arrays])
-    # The last argument names an array in error texts; word is its name in `Weights`.
-    return checked(op, Weights(CELLS[rnn_mode], layers), lambda layer, way, word: f"{word} of layer {layer}")
+    return checked(op, Weights(CELLS[rnn_mode], layers), title=lambda layer, way, word: f"{word} of layer {layer}")
 
 
 def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
@@ -211,8 +209,7 @@ def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
     weights = as_stored("to_cudnn", weights, FORMAT)  # refuses options that the buffer cannot hold
     cell, D, H, P = weights.cell, weights.directions, weights.hidden_size, weights.proj_size
     mode = f"rnn_{cell.activations[0]}" if cell.op == "rnn" else cell.op
-    # False: layer 0 has input matrices.
-    where = Layout(mode, len(weights.layers), D, weights.input_size, H, P, False)
+    where = Layout(mode, len(weights.layers), D, weights.input_size, H, P, skip=False)
     layers = []
     for layer in weights.layers:
         # directions: the arrays of each direction, with zeros for a missing bias. `join_layers` takes both directions

@@ -77,8 +77,7 @@ def from_flashrnn(W: Any, R: Any, b: Any, *, function: str = "lstm") -> list[Wei
         named |= {"bx": b[1:], "bh": mx.concatenate([mx.zeros_like(b[:2]), b[:1]])}
     # Axis 1 is the head; `joined` makes one axis G D of gates and units.
     heads = [{name: joined(array[:, n]) for name, array in named.items()} for n in range(R.shape[1])]
-    # Check the shapes. In error texts each array has its name in `Weights`, such as "Wx".
-    return [checked(op, Weights(cell, [[arrays]]), lambda layer, way, word: word) for arrays in heads]
+    return [checked(op, Weights(cell, [[arrays]])) for arrays in heads]
 
 
 def to_flashrnn(heads: Sequence[Weights]) -> Arrays:

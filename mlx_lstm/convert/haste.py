@@ -67,8 +67,7 @@ def from_haste(layer: Any, *, prefix: str = "") -> Weights:
         if theirs in arrays:
             check_array(op, theirs, arrays[theirs], [found["Wx"].shape[0]])
             found[word] = reorder(arrays[theirs], order, ours)
-    # Check the shapes. In error texts each array has its name in `Weights`, such as "Wx".
-    return checked(op, Weights(cell, [[found]]), lambda layer, way, word: word)
+    return checked(op, Weights(cell, [[found]]))
 
 
 def to_haste(weights: Weights, *, prefix: str = "") -> Arrays:

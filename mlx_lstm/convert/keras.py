@@ -124,18 +124,14 @@ def from_arrays(
     else:
         cell = cell_of_config(op, inner, name, slope)
     # biases: the allowed shapes of the bias, with the last size in multiples of H: [2, 4] means [2, 4H].
-    biases = {
-        "lstm": [[2, 4] if all(cudnn) else [4]],
-        "gru": [[2, 3] if cell.reset == "after" else [3]],
-        "rnn": [[1]],
-    }[cell.op]
+    has_two = cell.reset == "after" or (cell.op == "lstm" and all(cudnn))
+    biases = [[2, cell.gates] if has_two else [cell.gates]]
     of = f" of {name}" if name else ""
     layer = [direction(op, cell.op, arrays, biases=biases, of=of) for arrays in ways]
     titles = {"Wx": "kernel", "Wh": "recurrent_kernel"}  # Keras' names; both biases are called bias
     # In a Bidirectional go_backwards is an option of the layers inside, which `wrapped` checks.
     reverse = config is not None and len(ways) == 1 and bool(config["config"].get("go_backwards"))
-    # The last argument names an array in error texts; word is its name in `Weights`.
-    return checked(op, Weights(cell, [layer], reverse), lambda layer, way, word: titles.get(word, "bias") + of)
+    return checked(op, Weights(cell, [layer], reverse), title=lambda layer, way, word: titles.get(word, "bias") + of)
 
 
 def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] | None:

@@ -115,9 +115,8 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
     theirs = {ours: key for key, ours in names.items()}
     theirs["bx"] = theirs["b"]
     titles = ("layers", "reverse")
-    return checked(
-        op, Weights(cell, weights), lambda layer, way, word: f"{titles[way]}[{layer}].{theirs.get(word, 'bhn')}"
-    )
+    whole = Weights(cell, weights)
+    return checked(op, whole, title=lambda layer, way, word: f"{titles[way]}[{layer}].{theirs.get(word, 'bhn')}")
 
 
 def arrays_of(op: str, name: str, layer: Any) -> tuple[Arrays, str | None]:
@@ -223,8 +222,7 @@ def from_ops(
             b, bhn = (ours.pop(key, None) for key in ("b", "bhn"))
             directions.append(ours | from_one_bias(b, bhn))
         weights.append(directions)
-    # The last argument names an array in error texts; word is its name in `Weights`.
-    return checked(name, Weights(cell, weights, reverse), lambda layer, way, word: f"layers[{layer}]: {word}")
+    return checked(name, Weights(cell, weights, reverse), title=lambda layer, way, word: f"layers[{layer}]: {word}")
 
 
 def to_ops(weights: Weights) -> list[Arrays]:

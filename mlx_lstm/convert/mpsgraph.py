@@ -29,10 +29,7 @@ PROPERTIES = {
 }
 """The names of the descriptor's activations, in the order in which `mlx_lstm.lstm` and `gru` take activations."""
 
-EVERY = tuple(ACTIVATIONS.values())
-"""All activations that the ops have, by the names of this package."""
-
-FORMAT = Format(options=True, nonlinearity=EVERY, reset=("after", "before"), reverse=True)
+FORMAT = Format(options=True, nonlinearity=tuple(ACTIVATIONS.values()), reset=("after", "before"), reverse=True)
 """What the ops can store: options of an LSTM and a GRU, both values of reset, and the reverse direction."""
 
 HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}

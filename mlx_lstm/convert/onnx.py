@@ -131,11 +131,8 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
             parts = dict(zip(PEEPHOLES, mx.split(arrays["P"][way], 3), strict=True))  # by gate: i, o, f
             words["peephole"] = from_peepholes(**parts)
         layer.append(words)
-    # The last argument returns an array's name in error texts; word is its name in `Weights`, such as "Wx".
-    titles = {"Wx": "W", "Wh": "R"}
-    return checked(
-        op, Weights(cell, [layer], direction == "reverse"), lambda layer, way, word: name(titles.get(word, "B"))
-    )
+    titles, weights = {"Wx": "W", "Wh": "R"}, Weights(cell, [layer], direction == "reverse")
+    return checked(op, weights, title=lambda layer, way, word: name(titles.get(word, "B")))
 
 
 def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell:

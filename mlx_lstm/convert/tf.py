@@ -73,8 +73,7 @@ def from_tf(
     # Move the gates from TensorFlow's order to i, f, g, o. The last H rows of w belong to h.
     ours = [reorder(array, TF[order], OURS["lstm"], axis=-1) for array in (w, b)]
     arrays = {"Wx": ours[0][:-H].T, "Wh": ours[0][-H:].T, "bx": ours[1]}
-    peepholes = [None if array is None else to_mlx(array) for array in (wci, wcf, wco)]
-    given = [array for array in peepholes if array is not None]
+    given = [to_mlx(array) for array in (wci, wcf, wco) if array is not None]
     if given:
         if len(given) < 3:
             fail(op, "wci, wcf and wco must all be given, or none", f"{len(given)} of them")
@@ -84,8 +83,7 @@ def from_tf(
     check_option(op, "clip_gradient", clip_gradient, ("through", "zero"))
     bias, clip = check_number(op, "forget_bias", forget_bias), check_limit(op, "cell_clip", cell_clip)
     cell = LSTMCell(forget_bias=bias, cell_clip=clip, clip_gradient=clip_gradient)
-    # Check the shapes. In error texts each array has its name in `Weights`, such as "Wx".
-    return checked(op, Weights(cell, [[arrays]]), lambda layer, way, word: word)
+    return checked(op, Weights(cell, [[arrays]]))
 
 
 def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
@@ -135,8 +133,7 @@ def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
     # The columns of w are in the gate order of `Weights`, r, z, n (r, u, c in TensorFlow). The last H rows belong to h.
     w = mx.concatenate([w_ru, w_c], axis=1)
     arrays = {"Wx": w[:-H].T, "Wh": w[-H:].T, "bx": mx.concatenate([b_ru, b_c])}
-    # Check the shapes of this layer. In error texts each array has its name in `Weights`, such as "Wx".
-    return checked(op, Weights(GRUCell(reset="before"), [[arrays]]), lambda layer, way, word: word)
+    return checked(op, Weights(GRUCell(reset="before"), [[arrays]]))
 
 
 def to_tf_gru(weights: Weights) -> dict[str, mx.array]:

@@ -48,9 +48,6 @@ CHOICES["clip_gradient"] = ("through", "zero")
 LIMITS = ("cell_clip", "projection_clip")
 """The options that are limits of an LSTM's clips. A limit of 0 or less means no limit."""
 
-BY_GATE = ("Wx", "Wh", "bx", "bh", "b", "peephole")
-"""The arrays of one direction whose first axis has a block of H numbers for each gate."""
-
 
 class Format(NamedTuple):
     """What a format can store. The module of each format has an object `FORMAT` of this class; `as_stored` checks
@@ -210,8 +207,7 @@ def stacked(op: str, parts: Sequence[Weights]) -> Weights:
         if part.cell != first.cell or part.reverse != first.reverse or part.directions != first.directions:
             fail(op, f"layers must all be alike, {describe(first)},", describe(part))
     whole = first._replace(layers=[layer for part in parts for layer in part.layers])
-    # The last argument returns an array's name for error texts; word is "Wx", "Wh" and so on.
-    return checked(op, whole, lambda layer, way, word: f"{word} of layer {layer}, direction {way},")
+    return checked(op, whole, title=lambda layer, way, word: f"{word} of layer {layer}, direction {way},")
 
 
 def describe(weights: Weights) -> str:
@@ -227,12 +223,12 @@ def describe(weights: Weights) -> str:
     return text + "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def checked(op: str, weights: Weights, title: Title) -> Weights:
+def checked(op: str, weights: Weights, title: Title = lambda layer, way, word: word) -> Weights:
     """Check that the shapes of all arrays fit together, and return the weights. Wh (and Wp) of the first layer define
     the sizes H and P, which all other arrays must have.
 
     title: a function (layer, way, word) that returns an array's name in the caller's format, for error texts. layer,
-    way: the numbers of the array's layer and direction. word: its name in `Weights`, such as "Wx".
+    way: the numbers of the array's layer and direction. word: its name in `Weights`, such as "Wx": the default.
     """
     G, D = weights.cell.gates, weights.directions
     first = weights.layers[0][0]  # the forward direction of the first layer, whose sizes all others must have
@@ -427,7 +423,8 @@ def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array
 def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
     """Return one direction's arrays with their rows moved from the gate order `before`, such as "ifgo", to `after`.
     `Wp` and `bhn` stay as they are, since they have no blocks for gates."""
-    return {name: reorder(array, before, after) if name in BY_GATE else array for name, array in arrays.items()}
+    unchanged = ("Wp", "bhn")
+    return {name: array if name in unchanged else reorder(array, before, after) for name, array in arrays.items()}
 
 
 def gate_order(op: str, text: str, usual: str) -> str:

@@ -8,10 +8,6 @@ import mlx.core as mx
 from ..convert.cudnn import GATES, Layout
 from ..ground.checks import check_array, check_integer, check_option, check_probability, fail
 
-INPUT_MODES = ("linear_input", "skip_input", "auto_select")
-DIRECTIONS = ("unidirectional", "bidirectional")
-"""INPUT_MODES, DIRECTIONS: the allowed values of the attributes input_mode and direction."""
-
 
 class Attributes(NamedTuple):
     """The attributes that all ops of `mlx_lstm.cudnn` have, as the caller passed them."""
@@ -53,8 +49,8 @@ def check_attributes(op: str, attributes: Attributes) -> None:
     """Check the attributes of an op of `mlx_lstm.cudnn`, except num_proj, whose rule depends on the sizes. The keys of
     `GATES` are the values of rnn_mode."""
     check_option(op, "rnn_mode", attributes.rnn_mode, tuple(GATES))
-    check_option(op, "input_mode", attributes.input_mode, INPUT_MODES)
-    check_option(op, "direction", attributes.direction, DIRECTIONS)
+    check_option(op, "input_mode", attributes.input_mode, ("linear_input", "skip_input", "auto_select"))
+    check_option(op, "direction", attributes.direction, ("unidirectional", "bidirectional"))
     check_probability(op, "dropout", attributes.dropout)
     check_integer(op, "seed", attributes.seed)
     check_integer(op, "seed2", attributes.seed2)

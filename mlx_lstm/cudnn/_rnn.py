@@ -4,11 +4,11 @@ Every op makes a `Stack`, which does the work. In the first two versions all seq
 is no projection, and time is the first axis; so they pass None as sequence lengths.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import recurrence
 from ..engines.choice import Engine, Stream
 from ._buffer import Attributes
 from ._stack import CudnnRNNBackpropOutput, Stack
@@ -167,7 +167,7 @@ def cudnn_rnn_v3(
     input_h: mx.array,
     input_c: mx.array,
     params: mx.array,
-    sequence_lengths: recurrence.Lengths,
+    sequence_lengths: mx.array | Sequence[int],
     *,
     rnn_mode: str = "lstm",
     input_mode: str = "linear_input",
@@ -341,7 +341,7 @@ def cudnn_rnn_backprop_v3(
     input_h: mx.array,
     input_c: mx.array,
     params: mx.array,
-    sequence_lengths: recurrence.Lengths,
+    sequence_lengths: mx.array | Sequence[int],
     output: mx.array,
     output_h: mx.array,
     output_c: mx.array,

@@ -349,8 +349,7 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
     # caller passes to the backward op, and it has no dropout.
     below_top = {"h": where.D * where.S} | ({"factors": where.D * where.S} if dropout else {})
     layers = [widths | below_top] * (where.L - 1) + [widths]
-    # BATCH_LAST: the arrays that the engine `numpy` has in memory with the batch last. They are stored in this order,
-    # because then no transpose is needed.
+    # BATCH_LAST: the arrays that are stored with the batch last.
     return [
         {name: (T, width, N) if name in BATCH_LAST else (T, N, width) for name, width in layer.items()}
         for layer in layers
@@ -364,8 +363,7 @@ def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, 
     space is empty, too. results: for each layer its arrays by name, from `run_layers`.
     """
     named = [(name, arrays[name]) for layer, arrays in zip(shapes, results, strict=False) for name in layer]
-    # The arrays are [T, N, .]. Those in BATCH_LAST are stored as [T, ., N]. This is their order in memory if the engine
-    # `numpy` made them, so storing them needs no transpose.
+    # The arrays are [T, N, .]. Those in BATCH_LAST are stored as [T, ., N], their order in memory after engine `numpy`.
     parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)
 
@@ -386,8 +384,7 @@ def unpack(
     # `accumulate` returns where each array ends. [:-1]: without the last end, which is the end of the reserve space.
     parts = iter(mx.split(reserve_space, list(accumulate(sizes))[:-1]) if sizes else ())
     layers = [{name: next(parts).reshape(shape) for name, shape in layer.items()} for layer in shapes]
-    # Return all arrays as [T, N, .]. Those in BATCH_LAST are stored as [T, ., N], the order in which the engine `numpy`
-    # reads them.
+    # Return all arrays as [T, N, .]. Those in BATCH_LAST are stored as [T, ., N].
     return [
         {name: mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array for name, array in layer.items()}
         for layer in layers

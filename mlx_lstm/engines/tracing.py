@@ -44,9 +44,15 @@ def split_apart(array: mx.array, parts: int | list[int], axis: int = 0) -> list[
     """Return what `mx.split` returns, also if a compiled function splits the same array several times.
 
     MLX 0.32.4 cannot compile two equal splits of an array that an elementwise operation computed: it raises the
-    IndexError "_Map_base::at". Here they split a view of the array, which no elementwise operation computed.
+    IndexError "_Map_base::at". Here they split a view of the array.
     """
-    return [part.squeeze(0) for part in mx.split(array[None], parts, axis % array.ndim + 1)]
+    return list(mx.split(view_of(array), parts, axis))
+
+
+def view_of(array: mx.array) -> mx.array:
+    """Return a view of the array. In `mx.compile` no elementwise operation has computed the view, and operations that
+    read it are not merged with equal operations that read the array."""
+    return array[None].squeeze(0)
 
 
 class Leaving(Exception):

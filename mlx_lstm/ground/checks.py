@@ -105,12 +105,9 @@ def forget_warnings() -> None:
     _said.clear()
 
 
-Shape = Sequence[int | str] | None
-"""The type of a shape that an array must have: a sequence of sizes, or of letters where any size is allowed; None for
-any shape."""
-
-
-def check_array(op: str, name: str, array: object, shape: Shape, dtype: mx.Dtype | None = None, why: str = "") -> None:
+def check_array(
+    op: str, name: str, array: object, shape: Sequence[int | str] | None, dtype: mx.Dtype | None = None, why: str = ""
+) -> None:
     """Raise ValueError unless `array` is an MLX array, or an `ArraySpec`, of this shape and dtype. shape: sizes, or
     letters where any size is allowed; None for any shape. dtype: None for any float dtype. why: the reason for the
     shape, for the error text."""

@@ -100,7 +100,9 @@ class Child:
         child belongs to the parent process."""
         return not self.ended and self.owner == os.getpid() and self.process.poll() is None
 
-    def ask(self, limit: float = LIMIT, notice: "Notice | None" = None, **request: Any) -> dict[str, Any]:
+    def ask(
+        self, limit: float = LIMIT, notice: tuple[float, Callable[[], None]] | None = None, **request: Any
+    ) -> dict[str, Any]:
         """Send a request to the child and return the answer. Raise ChildError if the request failed, if the child
         ended, or if it has not answered after `limit` seconds. A child that hangs is killed.
 
@@ -238,7 +240,3 @@ def serve(answer: Callable[..., dict[str, Any]]) -> None:
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"number": message["number"]} | reply), file=out, flush=True)
-
-
-Notice = tuple[float, Callable[[], None]]
-"""The type of `notice`: (seconds, function). The function is called if the parent has waited so long for an answer."""

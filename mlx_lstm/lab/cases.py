@@ -109,8 +109,7 @@ BIDIRECTIONAL = {
         **{name: OPTIONS[name] | both for name in ("cell_clip_peephole", "forget_bias", "projection")},
         **{name: OPTIONS[name] | both for name in ("cell_clip_zero_peephole", "both_clips_zero")},
         "projection_lengths": {"projection": True, "lengths": [3, 1], "mask": (T, 1, "P"), **both},
-        "relu_output": OPTIONS["relu_output"] | both,
-        **{name: OPTIONS[name] | both for name in ("norm_each_state", "norm_sum")},
+        **{name: OPTIONS[name] | both for name in ("relu_output", "norm_each_state", "norm_sum")},
     },
     "gru": {
         **SIDE_BY_SIDE,

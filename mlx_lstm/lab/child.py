@@ -27,6 +27,5 @@ class Runner:
         return self.child.ask(limit, **request)
 
     def close(self) -> None:
-        """End the child process, if there is one."""
         if self.child is not None:
             self.child.close()

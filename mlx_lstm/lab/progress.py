@@ -111,5 +111,4 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """Format seconds as minutes:seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

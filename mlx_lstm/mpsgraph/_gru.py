@@ -30,7 +30,7 @@ WORDS |= {"state_gradient": "dhT"}
 """{Apple's name: name in `mlx_lstm.recurrence`} of all arrays that one of the two ops gets."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class GRUDescriptor:
     """The properties of `MPSGraphGRUDescriptor`, with its defaults.
 

@@ -30,7 +30,7 @@ WORDS |= {"state_gradient": "dhT", "cell_gradient": "dcT"}
 """{Apple's name: name in `mlx_lstm.recurrence`} of all arrays that one of the two ops gets."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class LSTMDescriptor:
     """The ten properties of `MPSGraphLSTMDescriptor`, with its defaults.
 

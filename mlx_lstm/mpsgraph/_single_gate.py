@@ -31,7 +31,7 @@ Z_STATES = {"preactivations": "gates", "activations": "h"}
 `recurrence.rnn` with these values."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class SingleGateRNNDescriptor:
     """The properties of `MPSGraphSingleGateRNNDescriptor`, with its defaults.
 

@@ -5,7 +5,6 @@ its options). B: sequences, T: steps, I: input features, H: units, P: the width 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -88,14 +87,14 @@ class Recurrence(nn.Module):
         B, T, _ = x.shape
         if not B or not T:
             fail(OP, "x must have at least one item and one step", f"shape {list(x.shape)}")
-        widths = {"h": P or H, "c": H} if cell.carried else {"h": P or H}  # carried: whether the cell has a state c
-        if state is None or len(widths) == 1:
-            state = [state] * len(widths)
+        shapes = {"h": (K * D, B, P or H)} | ({"c": (K * D, B, H)} if cell.carried else {})  # of the states h and c
+        if state is None or len(shapes) == 1:
+            state = [state] * len(shapes)
         elif not isinstance(state, (tuple, list)) or len(state) != 2:
             fail(OP, "state must be a tuple (h_0, c_0)", type(state).__name__)
-        first = {name: array for name, array in zip(widths, state, strict=True) if array is not None}
+        first = {name: array for name, array in zip(shapes, state, strict=True) if array is not None}
         for name, array in first.items():
-            check_array(OP, f"{name}_0", array, [K * D, B, widths[name]])
+            check_array(OP, f"{name}_0", array, shapes[name])
         dtype = common_dtype([x, *first.values(), *(array for layer in self.layers for array in layer.values())])
         steps = whole_steps(OP, keep, hold, (B, T), "[B, T]")
         options: dict[str, Any] = {"hold": steps.pop("hold", None), "lengths": whole_lengths(OP, lengths, B, T)}
@@ -110,8 +109,8 @@ class Recurrence(nn.Module):
             last.append(outputs)
             vars(self)["_engine_used"] = choice  # in `vars`, because MLX would count a tuple attribute as parameters
             x = outputs["h"]
-        whole = {name: partial(join_states, D, (K * D, B, width)) for name, width in widths.items()}
-        states = [whole[name](*(outputs[f"{name}T"] for outputs in last)) for name in widths]
+        of_layers = {name: [outputs[f"{name}T"] for outputs in last] for name in shapes}
+        states = [join_states(D, shapes[name], *of_layers[name]) for name in shapes]
         return x, tuple(states) if len(states) == 2 else states[0]
 
     def stepper(self, batch: int | Sequence[int] = ()) -> Stepper:

@@ -130,6 +130,13 @@ class Layer(Advised):
         """Return the cell: the formula that the recurrence computes at each step."""
         return self._cell_class(norm=self._norm)
 
+    def _parameter(self, name: str) -> Weight:
+        """Return the parameter of this name; raise ValueError if it is no MLX array, or a weight without two axes."""
+        array: Any = super()._parameter(name)
+        if array.ndim != 2 and self._names.get(name) in ("Wx", "Wh"):
+            fail(self.op, f"{name} must have two axes", f"shape {list(array.shape)}")
+        return array
+
     def _arrays(self) -> dict[str, Any]:
         """Return the parameters as a dict by the argument names of `mlx_lstm.lstm`, `gru` or `rnn`, without biases
         that are `None`."""

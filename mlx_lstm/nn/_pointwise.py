@@ -20,6 +20,7 @@ from ..recurrence import (
     check_arrays,
     common_dtype,
     first_value,
+    in_dtype,
     layer_norm_arrays,
     layer_norm_of,
     norm_given,
@@ -189,26 +190,23 @@ class Pointwise(nn.Module):
         check_array(OP, "x", x, ["B", "L", self.Wx.shape[1]])
         inputs = check_arrays(OP, "inputs", inputs)
         state = self._first_states(state, x.shape[0], x.dtype)
-        # Cast all arrays to one dtype. `others` then has the states, then the params, then the arrays of `norms`.
         norms = {name: getattr(self, name) for name in self._norm_shapes()}  # the arrays of layer normalisation
-        arrays: list[Any] = [x, self.Wx, self.Wh, self.bias, *state, *self.params, *norms.values()]
-        dtype = common_dtype([array for array in arrays if array is not None])
-        whole: list[Any] = [None if array is None else array.astype(dtype) for array in arrays]
-        x, Wx, Wh, b, *others = whole
+        weights = self.Wx, self.Wh, self.bias
+        dtype = common_dtype([x, *weights, *state, *self.params, *norms.values()])
+        Wx, Wh, b = (None if array is None else array.astype(dtype) for array in weights)
+        states, params = ([array.astype(dtype) for array in each] for each in (state, self.params))
         options: dict[str, Any] = {"lengths": lengths, "training": self.training, "engine": self.engine}
         # The function `pointwise` takes arrays with the time first, so axes 0 and 1 are exchanged.
         by_step = whole_steps(OP, keep, hold, x.shape[:2], "[B, L]")
         options |= {name: mx.swapaxes(array, 0, 1) for name, array in by_step.items()}
         by_time = [mx.swapaxes(array, 0, 1) if array.ndim == 3 else array for array in inputs]
         own = self._own_cell
-        # norm: None without layer normalisation; else a `Norm` with its arrays, which are the last ones in `others`.
-        norm = own.norm and norm_given(own.norm, dict(zip(norms, others[len(others) - len(norms) :], strict=True)))
         h, last = pointwise(
-            *(own.function, mx.swapaxes(x, 0, 1), Wx, Wh, b, others[: len(state)]),
+            *(own.function, mx.swapaxes(x.astype(dtype), 0, 1), Wx, Wh, b, states),
             **options,
             inputs=by_time,
-            params=others[len(state) : len(others) - len(norms)],
-            norm=norm,
+            params=params,
+            norm=own.norm and norm_given(own.norm, in_dtype(norms, dtype)),
             apart=own.apart,
             reverse=self.reverse,
             bidirectional=self._directions == 2,
@@ -252,6 +250,7 @@ class Pointwise(nn.Module):
         """
         op = f"{OP}.step"
         self._check_forward(op)
+        check_array(op, "Wx", self.Wx, ["G H", "D"])
         check_array(op, "x", x, ["B", self.Wx.shape[1]])
         by_step = whole_steps(op, keep, hold=None, shape=x.shape[:1], axes="[B]")
         by_step = {name: array[:, None] for name, array in by_step.items()}  # with a time axis of one step

@@ -29,9 +29,10 @@ def quantize(
     This function has the arguments of `mlx.nn.quantize` and does the same with all other layers. `mlx.nn.quantize`
     itself leaves the layers of `mlx_lstm` unchanged, so that weight files still fit the model. Some recurrent layers
     stay in float: the cells of `mlx_lstm.torch`, the layers of `mlx.nn` (call `replace` first), the layers of other
-    packages, and subclasses, because they may compute something else. A warning names these layers, except those that
-    `class_predicate` leaves out. A layer that several modules share stays shared. If this function raises an error for
-    a layer of `mlx_lstm`, the model stays as it was. `layer.dequantize()` makes a float layer again.
+    packages, layers in tuples, in which MLX finds none, and subclasses, because they may compute something else. A
+    warning names these layers, except those that `class_predicate` leaves out. A layer that several modules share stays
+    shared. If this function raises an error for a layer of `mlx_lstm`, the model stays as it was. `layer.dequantize()`
+    makes a float layer again.
 
     To load quantized weights, first quantize a model of the same sizes in the same way, as with MLX:
     `quantize(model, 64, 4)`, `model.load_weights(file)`.
@@ -99,12 +100,14 @@ def quantize(
 
 
 def float_layer(path: str, layer: nn.Module) -> str:
-    """Return the reason why a recurrent layer stays in float, for a warning. Return an empty text for a layer that
-    is quantized, can be quantized, or is not recurrent. path: the layer's name in the model."""
+    """Return the reason why a recurrent layer stays in float, for a warning. Return an empty text for a layer that is
+    quantized or not recurrent. path: the layer's name in the model."""
     if type(layer) in OURS:
         return f"{name_of(type(layer))}: call mlx_lstm.nn.replace first"
-    if quantizes(layer) or isinstance(layer, QuantizedLayer):
+    if isinstance(layer, QuantizedLayer):
         return ""
+    if quantizes(layer):  # `quantize` has quantized all such layers that MLX finds
+        return f"{type(layer).__name__} in a tuple, in which MLX finds no layers: use a list"
     for kind in (*OURS, *THEIRS):
         if isinstance(layer, kind):
             return f"{type(layer).__name__}, a subclass of {name_of(kind)}"

@@ -63,15 +63,12 @@ directions."""
 Between = Callable[[int, mx.array], mx.array]
 """The type of the option `between`: between(n, output of layer n) returns the input of the next layer."""
 
-States = tuple[mx.array | None, mx.array | None]
-"""The type of the first states of LSTMs, (h_0, c_0)."""
-
 
 @overload
 def stack(
     layers: Sequence[LSTM | nn.LSTM],
     x: mx.array,
-    state: States | None = None,
+    state: tuple[mx.array | None, mx.array | None] | None = None,
     *,
     reverse: Sequence[LSTM | nn.LSTM] | None = None,
     between: Between | None = None,
@@ -529,8 +526,7 @@ def read_own(name: str, layer: Pointwise) -> list[StackedLayer]:
     titles = {key: f"{name}.{'bias' if key == 'b' else key}" for key in arrays}
     H = layer.hidden_size  # P is H, as there is no projection
     depth = StackedLayer(name, cell, arrays, titles, layer.training, H, H, layer.engine, layer.checkpoint_every)
-    # part(arrays, d, True): the part of the arrays that belongs to direction d. True: the layer has a Wx.
-    return [depth._replace(arrays=part(arrays, d, True)) for d in range(2)] if both else [depth]
+    return [depth._replace(arrays=part(arrays, d, projects=True)) for d in range(2)] if both else [depth]
 
 
 def in_arguments(act: str | None, arrays: Arrays) -> Weights:

@@ -35,7 +35,6 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the arguments of the call that are not arrays."""
         return {name: value for name, value in self.call.items() if name not in ARRAYS and name != "op"}
 
     def names(self, training: bool = True) -> list[str]:

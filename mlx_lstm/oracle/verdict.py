@@ -47,7 +47,6 @@ class Verdict(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Return the error divided by its bound."""
         return self.error / max(TINY, self.bound)
 
 

@@ -9,19 +9,12 @@ For users, and exported by `mlx_lstm`:
   call that equals a cell written by hand.
 - `Quantized` is a weight as `mx.quantize` packs it; `join_directions` joins the arrays of two directions.
 
-For the modules above this one: the layers, and the functions in the style of other libraries:
+For the modules above this one, which are the layers and the functions in the style of other libraries:
 
-- `Call` checks arguments, chooses an engine (an implementation of the recurrence) and runs it. `engine_used` is the
-  property of a layer that returns the engine of its latest call. `QuantizedLayer` is the base class of layers with
-  quantized weights. `QUANTIZED` is the dict {class of a float layer: its quantized class}.
-- `by_layer`, `of_layers`, `split_states`, `join_states` and `join_biases` convert the states and biases of stacks of
-  layers, as torch and cuDNN store them. `weight_shapes` returns the shapes of a layer's parameters. `common_dtype`,
-  `in_dtype` and `in_common_dtype` cast arrays to one dtype. `whole_steps` checks a layer's options `keep` (a factor on
-  the state) and `hold` (steps that leave the state unchanged). `whole_lengths` checks its option `lengths`.
-- `Stepper` runs layers one time step at a time. `OwnCell` holds a user's cell in a layer. `side_by_side` joins the
-  states of such a cell, except for h, into one array, and `apart_again` splits this array. `check_arrays` checks a list
-  of arrays.
-- `unguarded` lets Metal kernels run without a prior test run, for commands that check every result themselves.
+- `Call` checks arguments, chooses an engine (an implementation of the recurrence) and runs it. `Stepper` runs layers
+  one time step at a time. `QuantizedLayer` is the base class of layers with quantized weights. `OwnCell` holds a user's
+  cell in a layer. `unguarded` lets Metal kernels run without a prior test run, for commands that check every result.
+- All other functions check or convert the states, biases, dtypes and options of layers; their docstrings say how.
 """
 
 from ..engines.packing import Quantized

@@ -107,20 +107,19 @@ class Call(NamedTuple):
         with NOWHERE if self.stream is None else on(self.stream, op):
             # `plan_with_norm` chooses the engine. If this engine cannot normalise the input's product x Wx^T, then
             # `plan_with_norm` computes the product itself: it returns another call and other arrays.
-            if self.hold is None and "keep" not in arrays:
-                arrays, wanted = self.with_lengths(arrays, sizes, op), Wanted(return_gates, training, wants_last)
-                call, arrays, problem, chosen = self.plan_with_norm(arrays, sizes, packing, wanted)
-                return call.run(problem, arrays, chosen), chosen
             # steps: an object that applies `keep` and `hold` before and after the engine runs. inner: the arrays that
             # the engine gets.
-            steps, call = self.steps(arrays, sizes, op)
-            inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
+            steps, call, inner = None, self, arrays
+            if self.hold is not None or "keep" in arrays:
+                steps, call = self.steps(arrays, sizes, op)
+                inner = steps.to_engine(arrays)
+            inner = call.with_lengths(inner, sizes, op)
             # With `hold` the engine does not run the held steps. So `steps.outputs` reads the last states of the call
             # from the sequences h and c, not from the engine.
-            inner_last = wants_last and self.hold is None
-            wanted = Wanted(return_gates, training, inner_last)
+            wanted = Wanted(return_gates, training, wants_last and self.hold is None)
             call, inner, problem, chosen = call.plan_with_norm(inner, sizes, packing, wanted)
-            return steps.outputs(call.run(problem, inner, chosen), arrays, wants_last), chosen
+            outputs = call.run(problem, inner, chosen)
+            return outputs if steps is None else steps.outputs(outputs, arrays, wants_last), chosen
 
     def run(self, problem: Problem, arrays: Arrays, chosen: Choice) -> dict[str, Any]:
         """Run the chosen engine on the arrays of the call. Return {name: output}. MLX can differentiate the outputs."""
@@ -226,7 +225,9 @@ class Call(NamedTuple):
         hold = None if self.hold is None else check_hold(op, self.hold, T, B, self.batch_first)
         backwards = (False, True) if self.bidirectional else (self.reverse,)  # whether each direction runs in reverse
         steps = Steps(T, B, backwards, self.batch_first, lengths, hold)
-        return steps, self._replace(hold=None, lengths=steps.engine_lengths(), lengths_checked=True)
+        if hold is not None:  # an engine runs only the steps that are not held
+            lengths = steps.live().astype(mx.int32).sum(axis=0)
+        return steps, self._replace(hold=None, lengths=lengths, lengths_checked=True)
 
     def with_lengths(self, arrays: Arrays, sizes: Sizes, op: str) -> Arrays:
         """Check the lengths of the call. Return the arrays with the lengths added, if the call has any."""

@@ -154,7 +154,6 @@ def mapped(function: Callable[..., Any], *trees: Any) -> Any:
 
 
 def in_time(*pieces: mx.array) -> mx.array:
-    """Join the pieces of an array along the time axis."""
     return mx.concatenate(list(pieces))
 
 

@@ -68,9 +68,9 @@ class CannotBegin(Exception):
 
 
 def verdict_of(reason: str) -> Verdict:
-    """Return the result of a trial. reason: why its kernels are refused, or "". It counts always if the kernels are
-    correct, if results were wrong (WRONG), or if the error would occur again (LASTING); else in this process only. The
-    text is shortened to MOST characters."""
+    """Return the result of a trial, a test run of kernels. reason: why they are refused, or "". It counts always if
+    they are correct, if results were wrong (WRONG), or if the error would occur again (LASTING); else in this process
+    only. The text is shortened to MOST characters."""
     comes_again = not reason or reason.startswith(WRONG) or LASTING.search(reason)
     return Verdict(" ".join(shortened(reason, MOST).split()), "always" if comes_again else "process")
 
@@ -182,8 +182,8 @@ class Attempt:
         self.verdicts.append(Verdict(reason, "day" if self.began else "process"))
 
     def note_end(self, end: ChildError) -> None:
-        """Append that the kernels of the trial in which the child ended are refused. If the child exited on its own
-        before its first answer, raise `CannotBegin` instead: its imports failed, so no kernel is to blame."""
+        """Add to `verdicts` that the kernels of the trial in which the child ended are refused. If the child exited on
+        its own before its first answer, raise `CannotBegin` instead: its imports failed, so no kernel is to blame."""
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
         # If the child never answered, or ended without an error, the kernels may not be the cause. So the verdict

@@ -184,9 +184,9 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of a trial's outputs. T, B, H, P, D: steps, batch items, units, width of h, directions.
-    cell.carried: the number of states besides h. cell.kept: how many numbers per unit the forward pass saves at each
-    step."""
+    """Return {name: shape} of the outputs of a trial, a test run of kernels. T, B, H, P, D: steps, batch items, units,
+    width of h, directions. cell.carried: the number of states besides h. cell.kept: how many numbers per unit the
+    forward pass saves at each step."""
     (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
     c = D * cell.carried * H
     shapes = {"h": (T, B, D * P), "c": (T, B, c), "gates": (T, B, D * cell.kept * H), "hT": (B, D * P), "cT": (B, c)}
@@ -194,9 +194,11 @@ def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def zeros(problem: Problem) -> dict[str, mx.array]:
-    """Return a trial's arrays, filled with zeros: enough to list its kernels, which only shapes and dtypes decide."""
+    """Return the arrays of a trial, a test run of kernels, with zeros and with lengths T. They are enough to list its
+    kernels, which only shapes and dtypes decide."""
     arrays = {name: mx.zeros(shape, problem.dtype) for name, shape in shapes_of(problem).items()}
-    return quantized(problem, arrays)
+    lengths = {"lengths": mx.full((problem.B,), problem.T, mx.int32)} if "lengths" in problem.names else {}
+    return quantized(problem, arrays) | lengths
 
 
 def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -208,9 +210,9 @@ def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.arr
 
 
 def scaled(problem: Problem, parts: Tensors, scale: float) -> Tensors:
-    """Return a trial's arrays, from the random arrays `parts` of `draw_parts`. scale: a factor on the random terms of
-    the preactivations. parts["steer"], [D G H], is an offset of each preactivation that is not scaled: it keeps it away
-    from the kinks of its activation (jumps of the slope). D, G, H: directions, gates, hidden units."""
+    """Return the arrays of a trial, a test run of kernels, from the random arrays `parts`. scale: a factor on the
+    random terms of the preactivations. parts["steer"], [D G H], is an offset of each preactivation that is not scaled:
+    it keeps it away from the kinks of its activation (jumps of the slope). D, G, H: directions, gates, hidden units."""
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale
@@ -240,7 +242,6 @@ def case_of(problem: Problem, values: Tensors) -> tuple[Case, dict[str, mx.array
 
 
 def to_mlx(array: Array, dtype: mx.Dtype) -> mx.array:
-    """Return a NumPy array as an MLX array of this dtype."""
     return mx.array(array.astype(np.float32)).astype(dtype)
 
 
@@ -250,5 +251,4 @@ def rounded(array: Array, dtype: mx.Dtype) -> Array:
 
 
 def float64(array: mx.array) -> Array:
-    """Return an MLX array of any dtype as a float64 NumPy array."""
     return np.array(array.astype(mx.float32)).astype(np.float64)

@@ -9,6 +9,7 @@ kernels. The trial's text, a line of JSON, is the key of its result in the modul
 are refused; "" means that they are correct, None that they were not tested.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -95,8 +96,8 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Inside this context run all Metal kernels without a trial, in all threads, even kernels that have failed one.
-    Commands use it if they compare each result with an oracle themselves, or show the compiler's messages."""
+    """Inside this context run all Metal kernels without a prior test run, in all threads, even kernels that have failed
+    one. Commands use it if they compare each result with an oracle themselves, or show the compiler's messages."""
     _unguarded.append(True)
     try:
         yield
@@ -157,7 +158,8 @@ def one_process_at_a_time() -> Iterator[None]:
 
         path = verdicts.file().with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        # O_NONBLOCK: a pipe in the file's place raises an error; without it, opening the pipe would wait forever.
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), "w")
     except (ImportError, OSError):  # no file locks, or no folder to write to
         yield
         return
@@ -209,8 +211,8 @@ def command() -> list[str] | None:
 
 
 def try_out(trials: list[Trial]) -> list[Verdict]:
-    """Run trials of one engine in the child process. Return their results, up to a trial that ended or blocked the
-    child. If no child process can run, run the first trial in this process and return only its result."""
+    """Run trials (test runs) of one engine's kernels in the child process. Return their results, up to a trial that
+    ended or blocked it. If no child process can run, run the first trial in this process and return only its result."""
     words = command()  # the child's command line, or None if no child can be started
     if words:
         with suppress(CannotBegin):

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 class Trials:
-    """Runs trials in the child process, and remembers the kernels that were correct, so that none is tested twice."""
+    """Runs trials (test runs of kernels) in the child process, and remembers the kernels that were correct."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(mx.fast.metal_kernel)
@@ -94,15 +94,13 @@ class Recorder:
         return launch
 
     def texts_of(self, trial: Trial) -> set[Text]:
-        """Return the sources of all kernels that a trial would launch; an empty set if they cannot be recorded."""
+        """Return the sources of all kernels that a test run would launch; an empty set if they cannot be recorded."""
         if trial not in self.recorded:
             problem, shapes = trial.problem, output_shapes(trial.problem)
-            # Only shapes and dtypes decide which kernels run, so all arrays are zeros and all lengths T.
-            lengths = mx.full((problem.B,), problem.T, mx.int32)
             self.texts = texts = set()
             try:
                 cotangents = {name: mx.zeros(shapes[name], problem.dtype) for name in cotangents_of(problem)}
-                graph(problem, zeros(problem), lengths, cotangents, trial.engine)
+                graph(problem, zeros(problem), cotangents, trial.engine)
             except Exception:  # the trial itself will report the error
                 texts = set()
             finally:
@@ -138,30 +136,24 @@ def cotangents_of(problem: Problem) -> tuple[str, ...]:
 
 
 def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
-    """Run a problem on an engine. Return all outputs that a caller gets and the gradients, as "dWx". drawn: the random
-    arrays for MLX, and the case for the oracle, from which the lengths are read."""
-    lengths = mx.array(drawn.case.call["lengths"], mx.int32) if "lengths" in problem.names else None
+    """Run a recurrence, described by `problem`, on an engine. Return all outputs that a caller gets, and the gradients
+    as "dWx". drawn: the random arrays for MLX, and the case for the oracle, from which the lengths are read."""
+    lengths = {"lengths": mx.array(drawn.case.call["lengths"], mx.int32)} if "lengths" in problem.names else {}
     in_dtype = {name: to_mlx(array, problem.dtype) for name, array in cotangents.items()}
-    values = graph(problem, drawn.arrays, lengths, in_dtype, engine)
+    values = graph(problem, drawn.arrays | lengths, in_dtype, engine)
     mx.eval(values)
     return {name: float64(value) for name, value in values.items()}
 
 
 def graph(
-    problem: Problem,
-    arrays: dict[str, mx.array],
-    lengths: mx.array | None,
-    cotangents: dict[str, mx.array],
-    engine: str,
+    problem: Problem, arrays: dict[str, mx.array], cotangents: dict[str, mx.array], engine: str
 ) -> dict[str, mx.array]:
-    """Run a problem on an engine. Return its outputs, and the gradients as "dWx", as lazy MLX arrays with the time axis
-    first. lengths: the number of steps of each batch item, or None. cotangents: the incoming gradients, by the outputs'
-    names. A `plain` problem has no gradients, because nobody can ask for one."""
-    floats = {name: array for name, array in arrays.items() if name not in packed_names(arrays)}
+    """Run a recurrence, described by `problem`, on an engine. Return its outputs, and the gradients as "dWx", as lazy
+    MLX arrays with the time axis first. cotangents: the incoming gradients, by the outputs' names. A `plain` problem
+    has no gradients, because nobody can ask for one."""
     # Quantized weights and lengths have no gradient.
-    others = {name: array for name, array in arrays.items() if name not in floats}
-    if "lengths" in problem.names and lengths is not None:
-        others["lengths"] = lengths
+    others = {name: array for name, array in arrays.items() if name in (*packed_names(arrays), "lengths")}
+    floats = {name: array for name, array in arrays.items() if name not in others}
     sequences = ("h", "c", "gates") if problem.batch_first else ()  # the outputs that have the batch first
     # shown: the outputs to return. Outputs with a cotangent come first, because `mx.vjp` matches the cotangents with
     # the first outputs. The others that a caller gets (`shown_of`) follow.

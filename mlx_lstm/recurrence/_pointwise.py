@@ -17,6 +17,7 @@ from ..engines.cell_tracer import Counts, traced
 from ..engines.cells import NormOptions, PointwiseCell
 from ..engines.choice import Engine, Stream
 from ..engines.problem import Array
+from ..engines.tracing import split_apart
 from ..ground.checks import check_array, check_flag, fail, instead_of
 from ._call import Call, Hold, Lengths
 from ._norm import Norm, with_norm
@@ -278,7 +279,7 @@ def apart_again(joined: Array | None, n: int, D: int) -> list[Array]:
     if joined is None or n < 2:
         return [] if joined is None else [joined]
     if D == 1:
-        return list(mx.split(joined, n, axis=-1))
+        return split_apart(joined, n, axis=-1)
     *sizes, width = joined.shape  # width: 2 n H
     parts = mx.split(joined.reshape(*sizes, 2, width // 2), n, axis=-1)
     return [part.reshape(*sizes, width // n) for part in parts]

@@ -115,6 +115,8 @@ BESIDE = "what it returns beside its state and must be h (let step return the st
 """The name, in warnings, of the arrays [B, H] that a step returns in addition to the states."""
 
 Array = Any  # an array of NumPy or of MLX
+Pair = tuple[str, np.ndarray, np.ndarray, np.ndarray]
+"""A result to compare: its name, the cell's array, the call's array, and its allowed error."""
 Part = tuple[str, str]
 """What a block of weights is for: (gate, kind). Kinds: "x" and "h" are matrices of the input and the state, "b" is a
 bias, "bhn" a bias that the reset gate multiplies, "p" a peephole."""
@@ -166,7 +168,6 @@ class Form(NamedTuple):
 
     @property
     def c_first(self) -> bool:
-        """Return whether c comes before h."""
         return "c, h" in self.call
 
 
@@ -457,7 +458,6 @@ class Trial:
 
 
 def double(array: mx.array) -> np.ndarray:
-    """Return an array of any float dtype as NumPy's float64."""
     return np.array(array.astype(mx.float64))
 
 
@@ -491,14 +491,11 @@ def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Bl
     """
     # 8: an array may stack at most 8 matrices or biases: for four gates one of x and one of h. n: the index of one.
     # "b", "bhn", "p": what a vector may be, a bias, a bias that the reset gate multiplies, or a peephole.
-    if len(shape) == 3 and shape[0] <= 8:  # several matrices in one array, such as one per gate
+    if len(shape) in (2, 3) and shape[0] <= 8:  # several biases or matrices in one array, such as one per gate
         for n in range(shape[0]):
             for block in blocks_of(title, shape[1:], D, H):
                 view = block.view
                 yield block._replace(form=f"[{n}]{block.form}", view=lambda a, n=n, view=view: view(a[n]))
-    if len(shape) == 2 and shape[0] <= 8 and shape[1] % H == 0:  # several biases in one array, one per row
-        for n, row in product(range(shape[0]), range(shape[1] // H)):
-            yield Block(title, lambda a, n=n: a[n], f"[{n}]", "", row, shape[1] // H, ("b", "bhn", "p"))
     if len(shape) == 1 and shape[0] % H == 0:
         for row in range(shape[0] // H):
             yield Block(title, lambda a: a, "", "", row, shape[0] // H, ("b", "bhn", "p"))
@@ -641,11 +638,11 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
 def part_of(
     way: Way, trial: Trial, form: Form, n: int, gates: list[str], known: dict[Part, int]
 ) -> tuple[Part | None, bool]:
-    """Find out to which gate block n belongs, and what its weights multiply. Return (part, has an effect): part is
-    (gate, kind), or None if no gate fits; the second value tells whether the block changes the states. The user's cell
-    runs one step with all parameters 0 except for this block, and the formula `way` with the same numbers as the
-    weights of one gate and kind. If both give nearly the same states, this gate and kind are right. gates: the gates to
-    try. known: another block that is not 0, because some gates have no effect alone; or {}."""
+    """Find out to which gate block n (H rows of a parameter) belongs, and what it multiplies. Return (part, has an
+    effect): part is (gate, kind), or None if no gate fits; the second value tells whether the block changes the states.
+    The user's cell runs one step with all parameters 0 except for this block, and the formula `way` with the same
+    numbers as the weights of one gate and kind. If both give nearly the same states, this gate and kind are right.
+    gates: the gates to try. known: another block that is not 0, because some gates have no effect alone; or {}."""
     context = tuple(known.values())
     # base: the new states without block n. got: the new states with it. want: what the formula gives if block n has the
     # weights of `part`.
@@ -855,9 +852,7 @@ def miss(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> float:
     return judged("", got, want, allowed).ratio if want.any() else np.inf
 
 
-def compared(
-    way: Way, arguments: dict[str, Any], trial: Trial, form: Form, batch: int
-) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+def compared(way: Way, arguments: dict[str, Any], trial: Trial, form: Form, batch: int) -> Iterator[Pair]:
     """Run the user's cell and the call with random numbers of the magnitudes `BATCHES[batch]`. Yield (name, the cell's
     array, the call's array, its allowed error) for the outputs of one step with many rows and, in the first
     WITH_GRADIENTS batches, for all gradients and the outputs of several steps: in later batches the numbers are so
@@ -875,9 +870,7 @@ def compared(
         return called(way, values, *inputs)
 
     # Compare the outputs of one step of the user's cell, `given`, with the outputs of the call for the same inputs.
-    def outputs(
-        inputs: list[mx.array], given: list[mx.array]
-    ) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+    def outputs(inputs: list[mx.array], given: list[mx.array]) -> Iterator[Pair]:
         want = by_call(arrays, *inputs)
         names = ["h", "c"][: form.states] + [BESIDE] * (len(given) - form.states)
         # A GRU may be written as h + (1 - z) (n - h): then the error of z is multiplied by h.

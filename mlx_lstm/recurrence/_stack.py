@@ -110,5 +110,4 @@ def join_biases(bW: Any, bR: Any, *, gru: bool) -> dict[str, Any]:
 
 
 def library(array: mx.array | np.ndarray) -> Any:
-    """Return the module of the array's class, `mx` or `np`, so that the callers work on arrays of both."""
     return mx if isinstance(array, mx.array) else np

@@ -33,7 +33,6 @@ def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bo
 
 
 def check_keep_dtype(op: str, keep: ArraySpec | mx.array) -> None:
-    """Check that `keep` does not have a complex dtype."""
     if keep.dtype == mx.complex64:
         fail(op, "keep must be real, an integer or bool", keep.dtype)
 
@@ -126,10 +125,6 @@ class Steps(NamedTuple):
         # This is not `self.alive() & ~self.hold`, because mx.vmap in MLX 0.32.4 loses the mapped axis of `a & b` if
         # only b is mapped.
         return self.alive() if self.hold is None else mx.where(self.hold, False, self.alive())
-
-    def engine_lengths(self) -> mx.array | None:
-        """Return how many steps an engine runs for each batch item, [B], or None if it runs all."""
-        return self.lengths if self.hold is None else self.live().astype(mx.int32).sum(axis=0)
 
     def to_engine(self, arrays: Arrays) -> Arrays:
         """Return the arrays of a call as an engine takes them. `keep` (factors on the states) is broadcast to [T, B,

@@ -189,7 +189,8 @@ def as_small(size: int, each: int, steps: int) -> int:
 
 
 def without_numbers(cell: AnyCell) -> AnyCell:
-    """Return the cell with fixed limits of its clips, forget bias and eps, which kernels read at run time."""
+    """Return the cell with fixed values for the limits of its clips, the forget bias and eps of a layer normalisation.
+    Kernels read them at run time, so the values do not change the kernel."""
     if cell.norm is not None:
         cell = cell._replace(norm=cell.norm._replace(eps=EPS))
     if not isinstance(cell, LSTMCell):
@@ -201,20 +202,15 @@ def without_numbers(cell: AnyCell) -> AnyCell:
         # limit is between these two numbers: their geometric mean i g sqrt(1 + f), rounded to a multiple of 1/128,
         # which 16-bit dtypes represent exactly. A positive forget bias makes f larger, so the two are further apart.
         bias = 0.25
-        i, f, g = (gate_at_steer(cell, gate, bias if cell.forget_bias else 0.0) for gate in "ifg")
+        arguments = {"i": STEER, "f": STEER + (bias if cell.forget_bias else 0.0), "g": STEER}
+        fl = Rounding(np.float64)
+        i, f, g = (float(ACTIVATIONS[cell.activation(k)](np.array(a), fl)) for k, a in arguments.items())
         clip, of_h = round(128 * i * g * (1 + f) ** 0.5) / 128, LIMIT_OF_H
     return cell._replace(
         cell_clip=None if cell.cell_clip is None else clip,
         projection_clip=None if cell.projection_clip is None else of_h,
         forget_bias=bias if cell.forget_bias else 0.0,
     )
-
-
-def gate_at_steer(cell: LSTMCell, gate: str, bias: float) -> float:
-    """Return the value of a gate whose preactivation is STEER, as in trials of clips; for gate f the forget bias `bias`
-    is added to it."""
-    argument = np.array(STEER + (bias if gate == "f" else 0.0))
-    return float(ACTIVATIONS[cell.activation(gate)](argument, Rounding(np.float64)))
 
 
 def rows_of(problem: Problem) -> int:

@@ -9,7 +9,8 @@ cs_prev and h_prev the states before the first step. A GRU has w_ru, b_ru (reset
 (candidate) in place of w and b.
 """
 
-from typing import NoReturn
+from math import inf
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -178,10 +179,10 @@ def check_range(op: str, steps: int, T: int) -> int:
     return steps
 
 
-def check_attributes(op: str, forget_bias: object, cell_clip: object) -> tuple[float, float]:
-    """Check that forget_bias is a finite number and that cell_clip is a number. cell_clip may be infinite or NaN;
-    TensorFlow then does not clip. Return (forget_bias, cell_clip) as floats."""
+def check_attributes(op: str, forget_bias: object, cell_clip: object) -> dict[str, Any]:
+    """Check that forget_bias is a finite number and that cell_clip is a number. Return both as options of
+    `mlx_lstm.lstm`. As in TensorFlow, a cell_clip that is infinite, 0, negative or NaN means no clip, None."""
     clip = as_float(cell_clip)  # None if it is no number
     if clip is None:
         fail(op, "cell_clip must be a number", repr(cell_clip))
-    return check_number(op, "forget_bias", forget_bias), clip
+    return {"forget_bias": check_number(op, "forget_bias", forget_bias), "cell_clip": clip if 0 < clip < inf else None}

@@ -12,7 +12,6 @@ of outputs, by name. order: the gate order of w and b in the letters of `mlx_lst
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from ..convert.weights import TF
 from ..engines.choice import Engine, Stream, on
@@ -120,10 +119,10 @@ def lstm_block_cell(
     """
     op, given = "lstm_block_cell", common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     check_lstm_block_cell(op, given, use_peephole)
-    forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
+    options = check_attributes(op, forget_bias, cell_clip) | {"engine": engine}
     with on(stream, op):
         given["x"], steps = x[None], 1  # [1, N, I]
-        out = run_lstm(ICFO, steps, given, use_peephole, forget_bias, cell_clip, {"engine": engine})
+        out = run_lstm(ICFO, steps, given, use_peephole, options)
         return BlockLSTMOutput(*(array[0] for array in out))
 
 
@@ -249,10 +248,10 @@ def block_lstm(
     """
     op, given = "block_lstm", common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     steps = check_block_lstm(op, seq_len_max, given, use_peephole)
-    forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
-    options = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
+    options = check_attributes(op, forget_bias, cell_clip) | {"engine": engine}
+    options["checkpoint_every"] = check_every(op, checkpoint_every)
     with on(stream, op):
-        return run_lstm(ICFO, steps, given, use_peephole, forget_bias, cell_clip, options)
+        return run_lstm(ICFO, steps, given, use_peephole, options)
 
 
 def block_lstm_grad(
@@ -364,10 +363,10 @@ def block_lstm_v2(
     """
     op, given = "block_lstm_v2", common_arrays(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     steps = check_block_lstm(op, seq_len_max, given, use_peephole)
-    _, cell_clip = check_attributes(op, 0.0, cell_clip)  # 0.0: the forget bias, which the V2 ops do not have
-    options = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
+    options = check_attributes(op, 0.0, cell_clip) | {"engine": engine}  # 0.0: the V2 ops have no forget bias
+    options["checkpoint_every"] = check_every(op, checkpoint_every)
     with on(stream, op):
-        return run_lstm(IFCO, steps, given, use_peephole, 0.0, cell_clip, options)
+        return run_lstm(IFCO, steps, given, use_peephole, options)
 
 
 def block_lstm_grad_v2(
@@ -427,25 +426,16 @@ def lstm_arguments(order: str, given: Arrays, use_peephole: bool) -> dict[str, A
     return arrays | {"gate_order": order}
 
 
-def run_lstm(
-    order: str,
-    steps: int,
-    given: Arrays,
-    use_peephole: bool,
-    forget_bias: float,
-    cell_clip: float,
-    options: dict[str, Any],
-) -> BlockLSTMOutput:
+def run_lstm(order: str, steps: int, given: Arrays, use_peephole: bool, options: dict[str, Any]) -> BlockLSTMOutput:
     """Run the first `steps` steps of x [T, N, I] and return all outputs, with zeros at all later steps. order: the gate
-    order of w and b. given: the arrays of the op by name. use_peephole, forget_bias, cell_clip: as in `block_lstm`.
-    options: engine and checkpoint_every. T, N, I: steps, batch items, inputs."""
+    order of w and b. given: the arrays of the op by name. options: those of `mlx_lstm.lstm`, such as cell_clip and
+    engine. T, N, I: steps, batch items, inputs."""
     x, cs_prev = given["x"], given["cs_prev"]
     T, N, H = x.shape[0], *cs_prev.shape
     if 0 in (steps, N, H):  # nothing to compute
         return BlockLSTMOutput(*[mx.zeros((T, N, H), x.dtype)] * 7)  # 7: the number of outputs
     arrays = lstm_arguments(order, given | {"x": x[:steps]}, use_peephole)
-    clip = cell_clip if 0 < cell_clip < np.inf else None  # any other value, also NaN, means no clip
-    out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, **options)._asdict()
+    out = lstm(**arrays, return_gates=True, **options)._asdict()
     gates = dict(zip(order, mx.split(out["gates"], 4, axis=-1), strict=True))  # {letter: gate [steps, N, H]}
     # In the order of BlockLSTMOutput: i, cs, f, o, ci, co, h.
     outputs = gates["i"], out["c"], gates["f"], gates["o"], gates["g"], tanh(out["c"]), out["h"]

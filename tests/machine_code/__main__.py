@@ -9,7 +9,7 @@ from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.packing import WIDTHS, Packing
 from mlx_lstm.lab.cases import DTYPES
 from mlx_lstm.lab.report import table as in_columns
-from mlx_lstm.lab.timing.files import write_csv
+from mlx_lstm.lab.timing.report import write_csv
 from mlx_lstm.lab.timing.tasks import PASSES, SIZES, parse_size
 
 from . import measured, predictions, training_step

@@ -12,13 +12,15 @@ import mlx.core as mx
 from ..cell_tracer import values_of
 from ..cells import PointwiseCell
 from ..problem import Array, Arrays, Problem
-from ..tracing import vjp
+from ..tracing import split_apart, view_of, vjp
 
 
 def blocks(array: Array | None, count: int) -> list[Array]:
     """Split an array [..., count * H] into `count` blocks [..., H]. Return an empty list if there is no array or no
     block."""
-    return [] if array is None or count == 0 else list(mx.split(array, count, axis=-1))
+    if array is None or count == 0:
+        return []
+    return [array] if count == 1 else split_apart(array, count, axis=-1)
 
 
 def chosen(live: Array, one: Array, other: Array) -> Array:
@@ -97,5 +99,8 @@ def gradients_by_mlx(
         outputs = forward(problem, dict(zip(names, values, strict=True)) | lengths)
         return [outputs[name] for name in cotangents]
 
-    gradients = vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
+    # Views of the arrays: the forward pass, which runs again here, then shares no operation with the first run. MLX
+    # 0.32.4 cannot compile some graphs in which equal operations of both runs read the result of an elementwise one.
+    views = [view_of(arrays[name]) for name in names]
+    gradients = vjp(outputs_of, views, list(cotangents.values()))[1]
     return dict(zip(names, gradients, strict=True))

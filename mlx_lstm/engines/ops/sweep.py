@@ -41,7 +41,7 @@ from ..cells import AnyCell, PointwiseCell, norm_blocks
 from ..definitions import ScaledNorm, constant, normalised
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
-from ..tracing import distinct
+from ..tracing import distinct, split_apart
 from .packed import dequantized, times_input
 from .pointwise import chosen, gradients_by_mlx, pointwise_step
 
@@ -147,9 +147,7 @@ def by_time(sequence: Array) -> list[Array]:
     """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
     # Not sequence[t]: under mx.compile(shapeless=True) a later call with another shape would silently use the shape of
     # the first call.
-    # [None] gives each split an array of its own, as `split_apart` does. Here one squeeze removes both axes of a step;
-    # `split_apart` would need a second squeeze.
-    return [row.squeeze((0, 1)) for row in mx.split(sequence[None], sequence.shape[0], axis=1)]
+    return [row.squeeze(0) for row in split_apart(sequence, sequence.shape[0])]
 
 
 def step(
@@ -235,14 +233,21 @@ def limits_of(cell: AnyCell, c: Array | None, h: Array) -> Arrays:
 def named(letter: str, cell: AnyCell, array: Array) -> Arrays:
     """Return the parts of an array [.., GH] as inputs of a step: one for each gate, with this letter and the number of
     the gate."""
-    parts = [array] if cell.gates == 1 else mx.split(array, cell.gates, axis=-1)
-    return dict(zip(definitions.NAMES[letter], parts, strict=False))
+    return dict(zip(definitions.NAMES[letter], split_by_gate(cell, array), strict=False))
 
 
 def by_gate(cell: AnyCell, array: Array) -> dict[str, Array]:
     """Return a dict from each gate, a letter such as "i", to its part [.., H] of an array [.., GH] with all gates."""
-    parts = [array] if cell.gates == 1 else mx.split(array, cell.gates, axis=-1)
-    return dict(zip(cell.gate_order, parts, strict=True))
+    return dict(zip(cell.gate_order, split_by_gate(cell, array), strict=True))
+
+
+def split_by_gate(cell: AnyCell, array: Array) -> list[Array]:
+    """Split an array [.., GH] into its parts [.., H], one for each gate."""
+    if cell.gates == 1:
+        return [array]
+    # With layer normalisation the array may be the result of an elementwise operation, its scale: see `split_apart`.
+    split = mx.split if cell.norm is None else split_apart
+    return list(split(array, cell.gates, axis=-1))
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:

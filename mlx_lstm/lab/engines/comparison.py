@@ -50,17 +50,11 @@ class Finding(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Return the error divided by its bound."""
         return self.error / self.bound
 
 
-class Prepared(NamedTuple):
-    """A case of the command `check`, ready to run. grid_case: its description; case: its arrays; judge: its float64
-    results and their error bounds."""
-
-    grid_case: GridCase
-    case: Case
-    judge: Judge
+Prepared = tuple[GridCase, Case, Judge]
+"""A case of the command `check`, ready to run: its description, its arrays, and its float64 results with bounds."""
 
 
 def prepare(grid_case: GridCase) -> Prepared:
@@ -71,7 +65,7 @@ def prepare(grid_case: GridCase) -> Prepared:
         judge = case.judge()
         if all(map(judge.shows, {*case.names(), *case.names(training=False)})):
             break
-    return Prepared(grid_case, case, judge)
+    return grid_case, case, judge
 
 
 def compare(prepared: Prepared, engine: str) -> Finding:

@@ -84,7 +84,6 @@ class GridCase(NamedTuple):
 
     @property
     def op(self) -> str:
-        """Return the op's name: `lstm`, `gru` or `rnn`."""
         return self.options.get("op", "lstm")
 
     def draw(self, seed: int = 1) -> Case:

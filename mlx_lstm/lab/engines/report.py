@@ -8,7 +8,7 @@ from typing import Any
 from ...engines import tuning
 from ...ground.files import write_whole
 from ..report import json_text, machine_card, one_line, without_names
-from ..timing.files import records
+from ..timing.report import records
 from ..timing.rounds import Measurement
 from .comparison import Finding
 
@@ -60,12 +60,6 @@ class Report:
         ours = [row for rows in self.times for row in rows if row.failed and row.task.contender == "ours"]
         reasons += [f"{row.task.engine} failed at {row.task.size}" for row in ours]
         return [*dict.fromkeys(reasons + [f"{name} failed" for name, result in self.more.items() if result["failed"]])]
-
-
-def card_line(card: dict[str, str]) -> str:
-    """Return one line that describes the machine and the versions."""
-    versions = f"MLX {card['mlx']}, Python {card['python']}, NumPy {card['numpy']}"
-    return f"mlx_lstm {card['mlx_lstm']} on {card['chip']}, {card['system']}, {versions}, kernels {card['kernels']}"
 
 
 def engine_lines(engine: str, findings: Sequence[Finding]) -> list[str]:

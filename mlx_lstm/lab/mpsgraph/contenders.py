@@ -77,7 +77,6 @@ def no_pyobjc() -> str | None:
 
 
 def no_torch() -> str | None:
-    """Return a text for the user if torch is not installed, else None."""
     return "no torch" if importlib.util.find_spec("torch") is None else None
 
 

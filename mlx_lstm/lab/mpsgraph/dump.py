@@ -139,7 +139,7 @@ def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
 
 
 def read(file: str) -> Arrays:
-    """Return {name: array}. In a folder of .npy files an array's name is that of its file."""
+    """Return {name: array} of an .npz, a .safetensors or a folder of .npy files, where an array has its file's name."""
     path = Path(file)
     try:
         arrays: Arrays = {}
@@ -269,8 +269,9 @@ def reason_without_sizes(case: CompareCase) -> str:
 
 
 def dumps_of_sizes(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
-    """Yield a `Dump` for each choice of sizes that fits the weights' numbers of elements and the axes of the source.
-    results: the saved results. both: whether to assume two directions."""
+    """Yield a `Dump` for each choice of sizes that fits the weights' numbers of elements and the axes of the source: T
+    steps, N batch items, I inputs, H units (also called K), G gates, D directions. results: the saved results. both:
+    whether to assume two directions."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:

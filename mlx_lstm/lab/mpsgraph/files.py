@@ -33,7 +33,6 @@ def save_case(file: str, case: CompareCase) -> None:
 
 
 def save_arrays(file: str, arrays: dict[str, Any]) -> None:
-    """Write arrays by name to an .npz file."""
     np.savez(file, **arrays)
 
 

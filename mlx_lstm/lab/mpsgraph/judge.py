@@ -12,7 +12,7 @@ import numpy as np
 from ...oracle import kink_distance as distance
 from ...oracle.arithmetic import Rounding
 from ...oracle.judge import Case
-from .cases import Arrays, CompareCase, through_layers
+from .cases import ACTIVATION_PROPERTIES, Arrays, CompareCase, through_layers
 
 WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
 WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
@@ -36,7 +36,7 @@ def evaluated(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
 
 
 def of_layer(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
-    """Return the results of a case with one layer, like `evaluated`."""
+    """Return the results of a case with one layer, computed like those of `evaluated`."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     found = Case(call_of(case, **readings), cotangents).results(fl)
     results = {name: found[word] for name, word in OUTPUTS.items() if word in found}
@@ -64,35 +64,20 @@ def options(
     Apple's documentation leaves open. output_peephole: the cell state that gate o reads, "previous" or "current".
     hard_sigmoid: its slope, "x/5" or "x/6". gate_order: the gate order of an LSTM, or "" for the documented one."""
     descriptor, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
-
-    def activation(name: str, default: str) -> str:
-        """Return the oracle's name for the activation in a property of the descriptor. default: Apple's default."""
-        chosen: str = descriptor.get(name, default)
-        return words.get(chosen, chosen)
-
-    if case.op == "lstm":
-        return {
-            "op": "lstm",
-            "gate_order": gate_order or ("igfo" if descriptor.get("forget_gate_last") else "ifgo"),
-            "activations": (
-                activation("input_gate_activation", "sigmoid"),
-                activation("forget_gate_activation", "sigmoid"),
-                activation("cell_gate_activation", "tanh"),
-                activation("output_gate_activation", "sigmoid"),
-                activation("activation", "tanh"),
-            ),
-            "output_peephole": output_peephole,
-        }
+    # named: the oracle's name for the activation in each property of the descriptor.
+    chosen = {name: descriptor.get(name, default) for name, default in ACTIVATION_PROPERTIES[case.op].items()}
+    named = {name: words.get(word, word) for name, word in chosen.items()}
+    if case.op == "lstm":  # the properties are in the order of the oracle: i, f, g, o, output
+        order = gate_order or ("igfo" if descriptor.get("forget_gate_last") else "ifgo")
+        of_lstm = {"gate_order": order, "output_peephole": output_peephole}
+        return {"op": "lstm", "activations": tuple(named.values())} | of_lstm
     if case.op == "gru":
+        z, r, n = named.values()
         return {
             "op": "gru",
             "gate_order": "rzn" if descriptor.get("reset_gate_first") else "zrn",
-            "activations": (
-                activation("reset_gate_activation", "sigmoid"),
-                activation("update_gate_activation", "sigmoid"),
-                activation("output_gate_activation", "tanh"),
-            ),
+            "activations": (r, z, n),
             "reset": "after" if descriptor.get("reset_after") else "before",
             "flip_z": descriptor.get("flip_z", False),
         }
-    return {"op": "rnn", "activation": activation("activation", "relu")}
+    return {"op": "rnn"} | named

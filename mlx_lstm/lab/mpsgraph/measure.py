@@ -51,7 +51,6 @@ class ComparisonRow(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Return whether the comparison found an error: its verdict is not "ok"."""
         return self.verdict != "ok"
 
     @property

@@ -53,9 +53,8 @@ def judge_layer(
 
 
 def evaluate_lstm(numbers: Tensors, fl: Rounding, *, backward: bool) -> Tensors:
-    """Return the results of an LSTM by name: h, and with `backward` also dx, dWx, dWh, db. If `numbers` contains the
-    first states h0 and c0, also return hT and cT, and with `backward` dh0 and dc0. fl: the arithmetic, which rounds the
-    result of each operation."""
+    """Return the results of an LSTM by name: h, and with `backward` dx, dWx, dWh, db. If `numbers` has first states,
+    also hT and cT, and with `backward` dh0 and dc0."""
     call = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "h0", "c0") if name in numbers}
     cotangents = {name: numbers[f"d{name}"] for name in ("h", "hT", "cT") if backward and f"d{name}" in numbers}
     unwanted = ("c", "gates") if "h0" in numbers else ("c", "gates", "hT", "cT")
@@ -64,9 +63,8 @@ def evaluate_lstm(numbers: Tensors, fl: Rounding, *, backward: bool) -> Tensors:
 
 
 def evaluate_in_parts(numbers: Tensors, *, backward: bool) -> Tensors:
-    """Return the results of an LSTM in float64, as `evaluate_lstm` does. To save memory, the sequence is computed in
-    parts of PART time steps. The forward pass saves only the states between the parts. The backward pass computes each
-    part again from these states."""
+    """Return what `evaluate_lstm` returns, in float64, computed in parts of PART time steps to save memory. The forward
+    pass saves only the states between the parts, and the backward pass computes each part again from them."""
     fl, (T, B, H), weights = Rounding(np.float64), numbers["dh"].shape, {n: numbers[n] for n in ("Wx", "Wh", "b")}
     states, results = dict.fromkeys(("h0", "c0"), np.zeros((B, H))), {"h": np.empty((T, B, H))}
     parts = []

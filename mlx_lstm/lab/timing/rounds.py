@@ -18,7 +18,7 @@ from ...oracle.verdict import Judge, Verdict
 from ..child import start
 from ..progress import Progress
 from .cases import CASES, find_contender
-from .tasks import Size, Task
+from .tasks import Task, needed_bytes
 
 QUIET = 0.2  # number of cores; a turn in which other processes use more is called disturbed
 CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
@@ -51,12 +51,10 @@ class Measurement(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Return whether the task could not run or had wrong results."""
         return self.status not in ("timed", "memory only")
 
     @property
     def samples(self) -> list[float]:
-        """Return the seconds of all timed runs."""
         return [seconds for turn in self.rounds for seconds in turn]
 
 
@@ -70,13 +68,10 @@ class Ratio(NamedTuple):
 
 
 def plan(seconds: float, rounds: int, once: float) -> Plan:
-    """Plan how to time a contender (an implementation) within `seconds`. In each of `rounds` rounds every contender has
-    at most one turn. once: the seconds of one run.
-
-    If a run fits into seconds / rounds, the contender has a turn in every round, and warms up in each turn. A slower
-    contender needs no warm-up, because it has already run once to check its results. It runs once per turn, and has as
-    many turns as fit into `seconds`, but at least two.
-    """
+    """Plan how to time a contender (an implementation) within `seconds`; it has at most one turn in each of the rounds.
+    once: the seconds of one run. If a run fits into seconds / rounds, the contender has a turn in every round, and
+    warms up in each. A slower one needs no warm-up, because it has already run once to check its results. It runs once
+    per turn, and has as many turns as fit into `seconds`, but at least two."""
     share = seconds / rounds
     if once <= share:
         return Plan(rounds, 1, share)
@@ -90,16 +85,6 @@ def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
-
-
-def needed_bytes(size: Size, which: str, dtype: str) -> int:
-    """Return the smallest possible memory of a pass in bytes: that of x, the four gates, h and c, and in the pass
-    "backward" also of dx, dWx, dWh, db."""
-    T, B, I, H = size
-    numbers = T * B * (I + 6 * H)
-    if which == "backward":
-        numbers += T * B * I + 4 * H * (I + H + 1)
-    return numbers * (4 if dtype == "float32" else 2)
 
 
 def peak_ratio(row: Measurement) -> float | None:
@@ -171,8 +156,7 @@ def label(task: Task) -> str:
 
 
 def check(task: Task, child: Child, judge: Judge, file: str) -> tuple[Measurement, float]:
-    """Run a task once and compare the results with float64. Return (the measurement, the seconds that one run
-    takes)."""
+    """Run a task once and compare the results with float64. Return (the measurement, the seconds of one run)."""
     try:
         answer = child.ask(limit_of(task), do="check", file=file)
     except ChildError as error:
@@ -193,8 +177,7 @@ def limit_of(task: Task) -> float:
 
 
 def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Measurement:
-    """Time an implementation in its process for one more turn. Return the measurement `row` with the new times
-    added."""
+    """Time an implementation for one more turn. Return the measurement with the new times added."""
     wait_until_quiet(patience)
     wall, busy = time.perf_counter(), busy_seconds()  # busy: CPU time of all processes
     try:
@@ -224,8 +207,7 @@ def wait_until_quiet(patience: float) -> None:
 
 
 def busy_seconds() -> float:
-    """Return the CPU time that all processes together have used so far, including the time that a hypervisor took
-    from this machine. Without /proc/stat return 0."""
+    """Return the CPU time of all processes so far, with the time that a hypervisor took; 0 without /proc/stat."""
     try:
         with open("/proc/stat") as file:
             # The two values that are left out are the idle time and the time of waiting for a disk.

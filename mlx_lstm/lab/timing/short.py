@@ -41,9 +41,8 @@ until other processes pause."""
 def measure_sizes(
     engines: Sequence[str], sizes: Sequence[Size], device: str, progress: Progress
 ) -> Iterator[list[Measurement]]:
-    """Check the results and measure the times of `engines` and of `mlx.nn.LSTM` at each size. Yield the measurements of
-    each size and pass. An engine that hung at one size is left out at the next sizes, because each wait takes
-    minutes."""
+    """Check the results and measure the times of `engines` and of `mlx.nn.LSTM`. Yield the measurements of each size
+    and pass. An engine that hung at one size is left out at the next, because each wait takes minutes."""
     hung: set[str] = set()
     for n, size in enumerate(sizes):
         progress.count(n, len(sizes))
@@ -62,8 +61,7 @@ def measure_sizes(
 
 
 def settle(engines: Sequence[str], progress: Progress) -> Iterator[list[Measurement]]:
-    """Yield the measurements in `SETTLING`, which only a Mac can make. Each of them checks an assumption of the model
-    in tests/machine_code, which predicts times."""
+    """Yield the measurements in `SETTLING`, each of which checks an assumption of the model in tests/machine_code."""
     for size, engine, passes, dtypes in SETTLING:
         for dtype in dtypes if engine in engines else ():
             progress.title = f"timing, for the model: {size}"

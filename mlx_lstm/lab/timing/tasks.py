@@ -2,6 +2,7 @@
 the benchmark case `lstm`."""
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,14 +26,27 @@ class Size(NamedTuple):
 
 
 def parse_size(text: str) -> Size:
-    """Parse a size written as "T,B,I,H". For a wrong text raise the class of errors whose text argparse prints."""
+    """Parse a size written as "T,B,I,H". For a wrong text, or a size whose arrays are larger than this machine's memory
+    even in 16 bits, raise the class of errors whose text argparse prints."""
     try:
         size = Size(*map(int, text.split(",")))
     except (TypeError, ValueError):
         raise argparse.ArgumentTypeError(f"a size is four numbers T,B,I,H but got {text!r}") from None
     if min(size) < 1:
         raise argparse.ArgumentTypeError(f"the numbers of a size must be at least 1 but got {text!r}")
+    if needed_bytes(size, "backward", "float16") > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise argparse.ArgumentTypeError(f"the arrays of a size must fit into this machine's memory but got {text!r}")
     return size
+
+
+def needed_bytes(size: Size, which: str, dtype: str) -> int:
+    """Return the smallest possible memory of a pass in bytes: that of x, the four gates, h and c, and in the pass
+    "backward" also of dx, dWx, dWh, db."""
+    T, B, I, H = size
+    numbers = T * B * (I + 6 * H)
+    if which == "backward":
+        numbers += T * B * I + 4 * H * (I + H + 1)
+    return numbers * (4 if dtype == "float32" else 2)
 
 
 SIZES = (Size(64, 32, 128, 128), Size(128, 32, 256, 256), Size(100, 1, 512, 512), Size(64, 64, 512, 512))
@@ -54,14 +68,11 @@ class Task(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A task that is ready to run in this process.
-
-    run: runs the task once and returns when every result is computed. build: the first part of `run`, which builds the
-    graph that `mx.eval` then computes, so that both parts can be timed separately; None for a library without a graph.
+    """A task that is ready to run in this process. run: runs it once and returns when every result is computed. build:
+    the first part of `run`, which builds the graph that `mx.eval` then computes; None for a library without a graph.
     tensors: converts the results of `run` to float32 NumPy arrays with the names in the case's `passes`; in the case
-    `lstm` these are h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. threads: the number of threads that
-    the framework reports. slept: returns the seconds that the latest run slept, which do not count as time of the run.
-    """
+    `lstm` these are h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. threads: the number that the
+    framework reports. slept: returns the seconds that the latest run slept, which do not count as its time."""
 
     run: Callable[[], Any]
     tensors: Callable[[Any], Tensors]

@@ -43,8 +43,7 @@ def answers(text: str) -> Callable[..., dict[str, Any]]:
 
 
 class Worker:
-    """A task that is ready to be timed: its libraries are loaded, and a run of two time steps has started their
-    threads."""
+    """A task that is ready to be timed: a run of two time steps has started its libraries' threads."""
 
     def __init__(self, task: Task):
         contender, draw = find_contender(task.contender, task.case), CASES[task.case].draw
@@ -130,12 +129,8 @@ def release_memory() -> None:
 
 class PeakMemory:
     """Measures two peaks of memory since this object was made: of the process's resident memory, and of MLX's own
-    count.
-
-    On Linux the kernel's peak is reset first, so the result is the peak above the memory that is resident now. Other
-    systems cannot reset the peak. There the result is the increase over the earlier peak, which may be too small,
-    because building the inputs needed memory for a moment.
-    """
+    count. On Linux the kernel's peak is reset first. Other systems cannot reset it: there the result is the increase
+    over the earlier peak, which may be too small, because building the inputs needed memory for a moment."""
 
     def __init__(self) -> None:
         mx.reset_peak_memory()

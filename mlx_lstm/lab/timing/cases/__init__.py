@@ -49,7 +49,7 @@ def two_layers(cell: str) -> BenchCase:
         contenders=stack.contenders(cell),
         references=("torch",),
         draw=partial(stack.draw, cell),
-        judge=partial(stack.judge_stack, cell),
+        judge=partial(judge_layer, evaluate=partial(stack.evaluate, cell)),
         cell=stack.CELLS[cell],
         bidirectional=True,
     )

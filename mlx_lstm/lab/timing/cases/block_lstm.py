@@ -25,8 +25,7 @@ Op = Callable[..., Any]
 
 
 def judge_block_lstm(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
-    """Return a `Judge`, which compares results with float64. Its exact results are those of an LSTM with the forget
-    bias added to b."""
+    """Return a `Judge` whose exact results are those of an LSTM with the forget bias added to b."""
     b = numbers["b"].copy()
     H = len(b) // 4
     b[H : 2 * H] += FORGET_BIAS
@@ -34,8 +33,7 @@ def judge_block_lstm(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
 
 
 def in_order(blocks: np.ndarray, order: str, new_order: str) -> np.ndarray:
-    """Return an array whose four blocks along axis 0, one per gate, are moved from the gate order `order` to
-    `new_order`."""
+    """Return an array whose four blocks along axis 0 are moved from one gate order to another."""
     parts = dict(zip(order, np.split(blocks, 4), strict=True))
     return np.concatenate([parts[gate] for gate in new_order])
 
@@ -53,9 +51,8 @@ def op_arrays(numbers: Tensors) -> Tensors:
 
 
 def prepare(ops: tuple[Op, Op], given: dict[str, Any], as_numpy: Callable[[Any], Array], task: Task) -> Work:
-    """Return a task that runs a forward op and then its gradient op. ops: both ops, of TensorFlow or of this package.
-    given: the arrays of `op_arrays` in the framework of the ops, and other arguments of both ops. as_numpy: converts an
-    array to NumPy."""
+    """Return a task that runs a forward op and then its gradient op. given: the arrays of `op_arrays` in the framework
+    of the ops, and other arguments of both. as_numpy: converts an array to NumPy."""
     cotangents = {name: given.pop(name) for name in ("cs_grad", "h_grad")}
     given |= {"use_peephole": False}
 

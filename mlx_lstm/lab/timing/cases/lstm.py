@@ -42,8 +42,7 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `mlx.nn.LSTM`, ready to run. This layer takes the batch first, so x and dh are converted to
-    [B, T, .] before the timed runs."""
+    """Return the task for `mlx.nn.LSTM`. It takes the batch first, so x and dh are converted before the timed runs."""
     import mlx.nn as nn
 
     layer = nn.LSTM(task.size.I, task.size.H)
@@ -60,9 +59,8 @@ def prepare_mlx(numbers: Tensors, task: Task) -> Work:
 
 
 def in_mlx(forward: Callable[..., mx.array], numbers: Tensors, task: Task) -> Work:
-    """Return the task for a function of MLX arrays that returns h, ready to run. numbers: the function's arguments by
-    name, in the order of its parameters, and dh, the cotangent of h. In the pass "backward" `mx.vjp` computes the
-    gradients of all arguments."""
+    """Return the task for a function of MLX arrays that returns h. numbers: its arguments by name, in the order of its
+    parameters, and dh, the cotangent of h. In the pass "backward" `mx.vjp` computes the gradients of all arguments."""
     arrays = {n: mx.array(np.ascontiguousarray(array)).astype(DTYPES[task.dtype]) for n, array in numbers.items()}
     mx.eval(arrays)
     dh = arrays.pop("dh")
@@ -85,14 +83,12 @@ def in_mlx(forward: Callable[..., mx.array], numbers: Tensors, task: Task) -> Wo
 
 
 def h_and_gradients(inputs: list[str], results: list[Array]) -> Tensors:
-    """Return the results of a pass by name: h and, if there are further results, the gradients of the inputs
-    `inputs`."""
+    """Return the results of a pass by name: h and, if there are more, the gradients of `inputs`."""
     return dict(zip(["h", *(f"d{name}" for name in inputs)], results, strict=len(results) > 1))
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `torch.nn.LSTM` on the CPU, ready to run. torch's bias_ih is b; its bias_hh is 0, without a
-    gradient."""
+    """Return the task for `torch.nn.LSTM` on the CPU. bias_ih is b; bias_hh is 0, without a gradient."""
     import torch
 
     layer: Any = torch.nn.LSTM(task.size.I, task.size.H)
@@ -101,11 +97,9 @@ def prepare_torch(numbers: Tensors, task: Task) -> Work:
 
 
 def in_torch(layer: Any, parameters: dict[str, str], numbers: Tensors, task: Task) -> Work:
-    """Return the task for a layer of torch on the CPU, ready to run. parameters: torch's name for each weight.
-
-    The pass "forward" runs under `no_grad`. In the pass "backward" `torch.autograd.grad` computes the gradients; unlike
-    `backward` it does not spend time on adding them to `.grad`.
-    """
+    """Return the task for a layer of torch on the CPU. parameters: torch's name for each weight. The pass "forward"
+    runs under `no_grad`. In the pass "backward" `torch.autograd.grad`, unlike `backward`, spends no time on adding the
+    gradients to `.grad`."""
     import torch
 
     dtype = getattr(torch, task.dtype)

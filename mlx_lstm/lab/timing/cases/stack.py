@@ -13,9 +13,7 @@ import numpy as np
 from ....engines.cells import Cell, GRUCell, LSTMCell
 from ....oracle.arithmetic import Rounding, Tensors
 from ....oracle.recurrence import evaluate as evaluate_case
-from ....oracle.verdict import Judge
 from ...cases import DTYPES
-from ..judge import judge_layer
 from ..tasks import Contender, Size, Task, Work
 from .lstm import drawn, in_mlx, in_torch
 
@@ -45,11 +43,6 @@ def draw(cell: str, size: Size, dtype: str) -> Tensors:
 
 
 # --- In float64 ---
-
-
-def judge_stack(cell: str, numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
-    """Return a `Judge`, which compares the results of two bidirectional layers with float64. cell: "lstm" or "gru"."""
-    return judge_layer(numbers, dtype, backward=backward, evaluate=partial(evaluate, cell))
 
 
 def evaluate(cell: str, numbers: Tensors, fl: Rounding, *, backward: bool) -> Tensors:

@@ -128,8 +128,7 @@ def torch_weights(numbers: Tensors) -> Tensors:
 
 
 def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `mlx_lstm.torch.LSTM`, ready to run one time step per call on the engine that the layer
-    chooses."""
+    """Return the task for `mlx_lstm.torch.LSTM` on the engine that the layer chooses."""
     from mlx_lstm.torch import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
