@@ -555,6 +555,12 @@ def captures():
         nonlocal number
         number = value
 
+    scalar = np.float32(0.5)
+
+    def set_scalar(value):
+        nonlocal scalar
+        scalar = np.float32(value)
+
     def set_global(value):
         global NUMBER
         NUMBER = value
@@ -583,6 +589,7 @@ def captures():
         "module": (lambda a, state: (a[0] * SETTINGS.k,), partial(setattr, SETTINGS, "k")),
         "dict": (lambda a, state: (a[0] * table["k"][0],), partial(table["k"].__setitem__, 0)),
         "NumPy": (lambda a, state: (a[0] * float(array),), partial(array.__setitem__, ...)),
+        "NumPy number": (lambda a, state: (a[0] * float(scalar),), set_scalar),
         "partial": (partial(lambda k, a, state: (a[0] * k[0],), part), partial(part.__setitem__, 0)),
         "text": (lambda a, state: (a[0] * getattr(own, "own"),), partial(setattr, own, "own")),  # noqa: B009
         "attribute of a function": (lambda a, state: (a[0] * helper.rate,), partial(setattr, helper, "rate")),
