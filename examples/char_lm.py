@@ -90,7 +90,8 @@ class Settings(NamedTuple):
 ADDED = {"dtype": "float32"}
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}  # no float16: it needs a scaled loss, see docs/training.md
 RANGES = {  # of each option that is a number: its lowest value, and the limit that it must stay below
-    **dict.fromkeys(("steps", "batch", "window", "embedding", "hidden", "evaluations"), (1, math.inf)),
+    **dict.fromkeys(("batch", "window", "embedding", "hidden", "evaluations"), (1, math.inf)),
+    "steps": (1, 2**31),  # the optimizer's schedule gives this number to MLX
     **dict.fromkeys(("learning_rate", "weight_decay", "clip", "seconds", "temperature", "length"), (0, math.inf)),
     "dropout": (0, 1),
     "seed": (0, 2**64),

@@ -183,7 +183,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, value in Settings()._asdict().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")
-    settings = Settings(**vars(parser.parse_args()))
+    options = vars(parser.parse_args())
+    for name, value in options.items():
+        if name != "seed" and not value > 0:
+            parser.error(f"--{name.replace('_', '-')} must be greater than 0 but is {value}.")
+    settings = Settings(**options)
     text = Text.of("\n".join(topics.topics[name] for name in sorted(topics.topics)), settings.window)
 
     print(f"Keras {keras.__version__} trains for {settings.steps} steps ...", flush=True)

@@ -25,3 +25,7 @@ template <class A, class V> V value_at(A array, long index, V) { return V(array[
 // Store the value in array[index]. Do nothing if the caller does not have the array.
 inline void store(Absent, long, float) {}
 template <class A> void store(device A* array, long index, float value) { array[index] = A(value); }
+
+// UNROLL stands before a loop with a constant number of iterations. The compiler then unrolls the loop, so that it knows
+// every index of the arrays in registers.
+#define UNROLL _Pragma("clang loop unroll(full)")

@@ -10,7 +10,7 @@
 // Gates are numbered i, f, g, o (LSTM) or r, z, n (GRU); a plain RNN has one, number 0. The struct of a user's cell is
 // `Own` (engines/metal/pointwise.py).
 //
-// Members of a struct (numbers are per unit):
+// Members of a struct, which all cells have, so that every kernel runs every cell (numbers are per unit):
 //   GATES        preactivations; block(gate): the position of its block
 //   PRODUCTS     how many of them have a recurrent product: all or none
 //   CARRIED      states besides h, stored as float (1 for c of an LSTM)
@@ -30,6 +30,7 @@
 //       of the preactivations. du, dp: those of u, p. A GRU has no inputs; its u[0] in the backward step is the
 //       recurrent product of its candidate
 //   product_gradient   the gradient of a gate's product
+//   activation(gate)   the number of a gate's activation function
 // All arithmetic is in float.
 
 // The size to declare for an array of COUNT numbers. It is at least 1, because Metal has no arrays of size 0.

@@ -13,17 +13,12 @@
 //
 // metal/README.md has the backward equations.
 //
-// The struct's template parameter OPTIONS has the layout of cell.metal: bits 0-7 the position of each gate's block,
-// bits 8-22 the activations. The GRU has two more bits:
+// cell.metal explains the members of the struct, which all cells have, and the bits of its template parameter OPTIONS.
+// Parameters without a name are for other cells. The GRU has two more bits:
 //   bit 23   1 if the reset comes before the candidate's product (RESETS_BEFORE), 0 if it comes after
 //   bit 24   1 for flip_z (FLIPS_Z)
 // A unit has one constant, its bias bhn, which is the same at all steps. It is 0 if the reset comes before the product:
-// then the bias is a part of a_n. The structs of all cells have the same members, so that every kernel runs every cell;
-// cell.metal explains them. Parameters without a name are for other cells. Most members are counts per unit: GATES
-// preactivations, of which PRODUCTS have a recurrent product; KEPT numbers that the forward step saves; GRADIENTS of
-// preactivations that the backward step stores; CONSTANTS, of which SUMMED have a gradient; INPUTS of each step (only
-// in a user's cell); CARRIED states besides h. PASSES_H is 1 if a step reads h outside the product. SEGMENTS: the parts
-// of the backward product dz Wh.
+// then the bias is a part of a_n.
 template <int OPTIONS>
 struct GRUCell {
   // GATE_R, GATE_Z, GATE_N number the gates. READS_BEFORE has bit 0 set: the backward step reads h before the step.
@@ -34,13 +29,11 @@ struct GRUCell {
   enum { READS_BEFORE = 1, READS_AFTER = 0, CONSTANTS = 1, INPUTS = 0, SUMMED = 0 };
   enum { RESETS_BEFORE = (OPTIONS >> 23) & 1, FLIPS_Z = (OPTIONS >> 24) & 1, SEGMENTS = RESETS_BEFORE ? 2 : 3 };
 
-  // block: the position of a gate's H numbers on the gate axis. activation: the number of a gate's activation function.
   static constexpr int block(int gate) { return block_of(OPTIONS, gate); }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
   // Read the constant of one unit into bhn[0]: the bias of the candidate's recurrent product, from the array a.bhn [D,
-  // H], or 0 if the call does not have this array. direction: 0 or 1, of the D directions. H: the number of units.
-  // Index: the integer type that counts elements.
+  // H], or 0 if the call does not have this array.
   template <class Index, class Arrays>
   static void constants(thread const Arrays& a, int direction, int H, int unit, thread float* bhn) {
     bhn[0] = value_at(a.bhn, Index(direction) * H + unit, 0.0f);

@@ -15,40 +15,31 @@
 // metal/README.md has the backward equations. In them the derivative of the clip is 1, unless STOPS is set: then it
 // is 0 where the clip changed c.
 //
-// The struct's template parameter OPTIONS has the layout of cell.metal: bits 0-7 the position of each gate's block,
-// bits 8-22 the activations. The LSTM has four more bits:
+// cell.metal explains the members of the struct, which all cells have, and the bits of its template parameter OPTIONS.
+// Parameters without a name are for other cells. The LSTM has four more bits:
 //   bits 23-24   0 without peepholes; 1 if o reads the new c, 2 if o reads c_prev
 //   bit 25       1 if c is clipped
 //   bit 26       1 if the clip stops gradients
 // The constants p of a unit, which are the same at all steps, are its peephole weights in the order i, f, g, o, then
-// the forget bias and the limit of c. The structs of all cells have the same members, so that every kernel runs every
-// cell; cell.metal explains them. Parameters without a name are for other cells. Most members are counts per unit:
-// GATES preactivations, of which PRODUCTS have a recurrent product; KEPT numbers that the forward step saves; GRADIENTS
-// of preactivations that the backward step stores; CONSTANTS, of which SUMMED have a gradient; INPUTS of each step
-// (only in a user's cell); CARRIED states besides h. PASSES_H is 1 if a step reads h outside the product. SEGMENTS: the
-// parts of the backward product dz Wh.
+// the forget bias and the limit of c.
 template <int OPTIONS>
 struct LSTMCell {
   // GATE_I ... GATE_O number the gates. OUTPUT: the number of c's activation, which follows those of the gates in
   // OPTIONS. FORGET_BIAS and LIMIT are positions in p, behind the four peephole weights; CONSTANTS is the size of p.
-  // The one CARRIED state is c. READS_BEFORE and READS_AFTER have one bit per state, h first. They are 2: the backward
-  // step reads c (bit 1) before and after the step. PEEPHOLE: whether the cell has peephole weights, and whether the
-  // peephole of o reads c before or after the step. CLIPS: c is clipped to a limit. STOPS: the gradient of c is 0 where
-  // the clip changes c.
+  // The one CARRIED state is c, which the backward step reads before and after the step (READS_..., bit 1). CLIPS: c is
+  // clipped to a limit. STOPS: the gradient of c is 0 where the clip changes c.
   enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, FORGET_BIAS = 4, LIMIT, CONSTANTS };
   enum { GATES = 4, PRODUCTS = 4, KEPT = 4, GRADIENTS = 4, SEGMENTS = 1, CARRIED = 1, PASSES_H = 0 };
   enum { READS_BEFORE = 2, READS_AFTER = 2, INPUTS = 0, SUMMED = 0 };
   enum { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS, PEEPHOLE = (OPTIONS >> 23) & 3 };
   enum { CLIPS = (OPTIONS >> 25) & 1, STOPS = (OPTIONS >> 26) & 1 };
 
-  // block: the position of a gate's H numbers on the gate axis. activation: the number of the activation function of a
-  // gate, or of c (gate = OUTPUT).
+  // activation: the number of the activation function of a gate, or of c (gate = OUTPUT).
   static constexpr int block(int gate) { return block_of(OPTIONS, gate); }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
   // Read the constants of one unit into p: four peephole weights from a.peephole [D, 4H], then the forget bias and the
-  // limit of c from a.numbers. value_at returns 0 if the call does not have the array. direction: 0 or 1, of the D
-  // directions. H: the number of units. Index: the integer type that counts elements.
+  // limit of c from a.numbers. If the call does not have an array, its numbers are 0.
   template <class Index, class Arrays>
   static void constants(thread const Arrays& a, int direction, int H, int unit, thread float* p) {
     for (int gate = 0; gate < 4; ++gate)
@@ -64,8 +55,7 @@ struct LSTMCell {
     return a + (PEEPHOLE == NO_PEEPHOLE ? 0.0f : p * c);
   }
 
-  // Return a gate after its activation. gate: its number. a: the input's part of its preactivation plus the recurrent
-  // product. p: its peephole weight. c: the cell state that the peephole reads.
+  // Return a gate after its activation. The parameters are those of `preactivation`.
   static float gate(int gate, float a, float p, float c, float forget_bias) {
     return activate(activation(gate), preactivation(gate, a, p, c, forget_bias));
   }

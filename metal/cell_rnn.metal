@@ -4,21 +4,16 @@
 //         so that all cells share the layout of gates
 //   s     the activation function       da, dh   the gradients of a and h
 //
-// The struct's template parameter OPTIONS has the layout of cell.metal: bits 8-10 are the activation. The structs of
-// all cells have the same members, so that every kernel runs every cell; cell.metal explains them. Parameters without a
-// name are for other cells. Most members are counts per unit: GATES preactivations, of which PRODUCTS have a recurrent
-// product; KEPT numbers that the forward step saves; GRADIENTS of preactivations that the backward step stores;
-// CONSTANTS, of which SUMMED have a gradient; INPUTS of each step (only in a user's cell); CARRIED states besides h.
-// PASSES_H is 1 if a step reads h outside the product. SEGMENTS: the parts of the backward product dz Wh.
+// cell.metal explains the members of the struct, which all cells have, and the bits of its template parameter OPTIONS.
+// Parameters without a name are for other cells.
 template <int OPTIONS>
 struct RNNCell {
-  // READS_BEFORE and READS_AFTER have one bit per state. The backward step reads only h after the step (bit 0 of
-  // READS_AFTER), because the slope of the activation is computed from its output.
+  // READS_AFTER: the backward step reads only h after the step, because the slope of the activation is computed from
+  // its output.
   enum { GATES = 1, PRODUCTS = 1, KEPT = 1, GRADIENTS = 1, SEGMENTS = 1, CARRIED = 0, PASSES_H = 0 };
   enum { READS_BEFORE = 0, READS_AFTER = 1, CONSTANTS = 0, INPUTS = 0, SUMMED = 0 };
 
-  // block: the position of a gate on the gate axis; the only gate has position 0. activation: the number of its
-  // activation function.
+  // block: the only gate has position 0 on the gate axis. activation: the number of its activation function.
   static constexpr int block(int) { return 0; }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
@@ -45,7 +40,6 @@ struct RNNCell {
     dh[0] = 0.0f;
   }
 
-  // Return the gradient of the recurrent product. It equals da[0], the gradient of the preactivation, because the
-  // preactivation is the product plus the input's part.
+  // Return the gradient of the recurrent product, which equals that of the preactivation.
   static float product_gradient(int, thread const float*, thread const float* da) { return da[0]; }
 };

@@ -20,26 +20,42 @@
 //   gates [T, B, D K H] (K saved numbers)   dz [T, B, D M H] (M gradients of preactivations)   params [D V H]
 //   c [T, B, D C H] (C states besides h)    inputs [T, B, D U H] (U inputs of a step)
 //
-// Cell: the struct of a cell (cell.metal); GATES is G, CARRIED is C, INPUTS is U. Arrays: the struct `a` of all arrays;
-// value_at, store and is_present work for absent arrays, too (arrays.metal). A, B, L, W: types of arrays. Index: the
-// unsigned type that counts elements. A lane is one of the 32 threads of a simdgroup. V: a vector of 4 weights. Of its
-// COUNT vectors a lane keeps the first RESIDENT in registers (`resident`), and reads the others from memory at every
-// step (`streamed`). A block is H numbers of an array, for example those of one gate. The structs of this file are
-// Sweep (what a launch processes), Place (a unit's positions in arrays), Item and StepNumbers (a unit's numbers in the
-// backward pass).
+// The other files fused*.metal and pointwise*.metal use the names of this list, too. A lane is one of the 32 threads of
+// a simdgroup.
+//   Cell, Lanes<Cell>  the struct of a cell (cell.metal): GATES is G, CARRIED is C, INPUTS is U; how lanes share a unit
+//   a            the struct of all arrays; value_at, store and is_present work for absent arrays, too (arrays.metal)
+//   S, Index     the dtype of the arrays; the unsigned type that counts elements. A, B, L, W: types of arrays
+//   r            the number of a batch item, 0 ... ROWS - 1. If fewer than ROWS items are left, a threadgroup computes
+//                the last one several times
+//   live         whether the batch item has not ended at this step. Past its end outputs are 0, and states stay as they
+//                are
+//   group, index, threads   the threadgroup's index along the batch, and the direction; the thread's index in the
+//                threadgroup, and how many threads there are
+//   LANES, UNITS, GROUP   how many adjacent lanes share a unit; how many units share a product; LANES * UNITS lanes,
+//                which compute these units' products together
+//   s, lane, unit   the lane's index among the GROUP lanes; its index among those that share its unit; this unit
+//   real         whether the lane has a unit; a lane past H only takes part in the product. If the units fill whole
+//                simdgroups, every lane has one, and the compiler drops the comparison with H
+//   V            a vector of 4 weights. Of its COUNT vectors a lane keeps the first RESIDENT in registers (`resident`),
+//                and reads the others from memory at every step (`streamed`)
+//   RUNS, ROW    how many runs of 4 neighbouring numbers of an operand a lane multiplies; how many vectors of 4 floats
+//                the operand of one item has
+//   vectors      threadgroup memory: operands of the products, then the memory of the norms. HALF: the vectors (with
+//                matrices the floats) of one half of a double buffer
+//   earlier      how many elements of h come before the launch's first time index. Outputs begin at this time index,
+//                inputs at time index 0
+//   block        H numbers of an array, for example those of one gate
 
 // What one launch processes in one direction: the steps start ... stop - 1 of all T steps, for B batch items. Steps are
-// counted in the order of processing. D: the number of directions. direction: 0 or 1, the direction of this
-// threadgroup. reverse: whether this direction runs from the last time index to the first. masks_differ: whether each
-// step has its own mask.
+// counted in the order of processing. direction: 0 or 1, the direction of this threadgroup. reverse: whether it runs
+// from the last time index to the first. masks_differ: whether each step has its own mask.
 struct Sweep {
   int start, stop, T, B, D, direction;
   bool reverse, masks_differ;
 };
 
-// Fill `sweep`, the description of what this launch processes. sizes: seven integers: start, stop, T, B, D, 1 if the
-// only direction is the reverse one, 1 if each step has its own mask. direction: 0 or 1, the direction of the
-// threadgroup. If there are two directions, number 1 always runs in reverse.
+// Fill `sweep` from the array `sizes`. direction: 0 or 1, the direction of the threadgroup. If there are two
+// directions, number 1 always runs in reverse.
 inline void read_sizes(const constant int* sizes, uint direction, thread Sweep& sweep) {
   sweep.start = sizes[0], sweep.stop = sizes[1], sweep.T = sizes[2], sweep.B = sizes[3], sweep.D = sizes[4];
   sweep.direction = int(direction), sweep.reverse = direction == 1 || sizes[5] != 0;
@@ -65,17 +81,15 @@ inline long time_step(thread const Sweep& sweep, int blocks, int H) { return lon
 //   state  in h, c and their gradients [., B, D H], counted from the launch's first time index
 //   gate   in z, gates and dz [., B, D G H], counted from the launch's first time index
 //   mask   in the array mask [T or 1, B, D H]      keep  in the array keep [T, B, D]
-//   q      in the array q [D, T, B, H], the recurrent product of a GRU's candidate
-// state and gate fit outputs, which begin at the launch's first time index. Inputs begin at time index 0. So for inputs
-// the kernels add `earlier`, the number of elements before the launch's first time index.
+//   q      in the array q [D, T, B, H]
+// For inputs, which begin at time index 0, the kernels add `earlier` to state and gate.
 template <class Index>
 struct Place {
   Index state, gate, mask, keep, q;
 };
 
 // Set `place` to the positions of one unit of batch item b at the launch's first step or, if BACK, at its last step,
-// where the backward pass begins. Some arrays have several blocks of H numbers per item, such as the four gates of an
-// LSTM. In these arrays the position is in block number `block` of `blocks`.
+// where the backward pass begins. place.gate is in block number `block` of `blocks`.
 template <bool BACK, class Index>
 void first_place(
     thread const Sweep& sweep, int b, int blocks, int block, int H, int unit, thread Place<Index>& place) {
@@ -127,31 +141,27 @@ void distance_to_next(bool exists, thread const Place<Index>& step, thread Place
 template <int COUNT, int H, class Index>
 Index place_of(Index at, int block, int unit) { return at * COUNT + Index(block * H + unit - COUNT * unit); }
 
-// Load the COUNT values that an array has for one unit at one step of one batch item. Value k goes to values[first +
-// k]; it is 0 if the call does not have the array. at: the position that the unit has in an array with one value per
-// unit. The values of a unit lie H elements apart.
+// Load the COUNT values that an array has for one unit at one step of one batch item, which lie H elements apart. Value
+// k goes to values[first + k]; it is 0 if the call does not have the array. at: the position that the unit has in an
+// array with one value per unit.
 template <int COUNT, int H, class Index, class A, int SIZE>
 void load_all(A array, Index at, int unit, thread float (&values)[SIZE], int first) {
-#pragma clang loop unroll(full)
-  for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
+  UNROLL for (int k = 0; k < COUNT; ++k) values[first + k] = value_at(array, place_of<COUNT, H>(at, k, unit), 0.0f);
 }
 
-// Store the COUNT values that an array has for one unit at one step of one batch item: values[k] becomes value k. at:
-// the position that the unit has in an array with one value per unit. The values of a unit lie H elements apart.
+// Store the COUNT values that an array has for one unit, where load_all loads them: values[k] becomes value k.
 template <int COUNT, int H, class Index, class A>
 void store_all(A array, Index at, int unit, thread const float* values) {
-#pragma clang loop unroll(full)
-  for (int k = 0; k < COUNT; ++k) store(array, place_of<COUNT, H>(at, k, unit), values[k]);
+  UNROLL for (int k = 0; k < COUNT; ++k) store(array, place_of<COUNT, H>(at, k, unit), values[k]);
 }
 
 // Return whether a batch item has not yet ended at time index t. length: the item's number of steps. If the call does
 // not have the array `lengths`, no item ends early, and the compiler drops the comparison.
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 
-// Return a pointer to the first weight vector of one lane: of thread number `index` of the `threads` threads of a
-// threadgroup. COUNT: how many vectors a lane has. A lane's vectors lie 32 vectors apart, because the vectors that the
-// 32 lanes of a simdgroup read at the same time lie side by side. arranged: the weights of all directions, in this
-// order.
+// Return a pointer to the first weight vector of one lane. COUNT: how many vectors a lane has. They lie 32 vectors
+// apart, because the vectors that the 32 lanes of a simdgroup read at the same time lie side by side. arranged: the
+// weights of all directions, in this order.
 template <int COUNT, class V, class W>
 const device V* vectors_of_lane(W arranged, int direction, uint index, uint threads) {
   const uint simdgroup = direction * threads / 32 + index / 32;
@@ -159,11 +169,10 @@ const device V* vectors_of_lane(W arranged, int direction, uint index, uint thre
 }
 
 // Load the first RESIDENT weight vectors of a lane into registers, where they stay for all steps. streamed: the lane's
-// vectors in memory. They lie 32 vectors apart, because the vectors of the 32 lanes of a simdgroup lie side by side.
+// vectors in memory, 32 vectors apart.
 template <int RESIDENT, class V, int SIZE>
 void load_resident(const device V* streamed, thread V (&resident)[SIZE]) {
-#pragma clang loop unroll(full)
-  for (int n = 0; n < RESIDENT; ++n) resident[n] = streamed[32 * n];
+  UNROLL for (int n = 0; n < RESIDENT; ++n) resident[n] = streamed[32 * n];
 }
 
 // Return 0 (B is never negative) in a way that the compiler cannot predict. The kernels add this 0 to the weight
@@ -178,7 +187,7 @@ inline threadgroup float& number_at(threadgroup float4* vectors, int row, int n)
 }
 
 // Set `count` vectors of threadgroup memory to 0. All threads of the threadgroup call this function and divide the
-// work. index: the number of the calling thread. threads: how many there are.
+// work.
 template <class V>
 void fill_with_zeros(threadgroup V* vectors, int count, uint index, uint threads) {
   for (int n = int(index); n < count; n += int(threads)) vectors[n] = V(0.0f);
@@ -212,13 +221,11 @@ struct Item {
 // for the plain RNN, which reads only h after the step.
 template <class Cell> constant constexpr bool USES_BEFORE = Cell::READS_BEFORE != 0;
 
-// The numbers that one unit reads at one backward step, besides its gates. In states and ds, number 0 belongs to h, and
-// the next CARRIED numbers belong to the other states (c of an LSTM).
+// The numbers that one unit reads at one backward step, besides its gates. The order of the states is as in Item.
 //   states  the states before the step, or those after it if the step reads only these (USES_BEFORE is false)
 //   ds      the cotangents of the outputs h and c at this step; 0 if the caller gives none
 //   u       the inputs of the step of a user's cell; for a GRU u[0] is the recurrent product of its candidate
-//   mask    the factor on h in the recurrent product; 1 without a mask
-//   keep    the factor on all states before the step; 1 without the array keep
+//   mask, keep   numbers of these arrays; 1 without them
 template <class Cell>
 struct StepNumbers {
   float states[Cell::CARRIED + 1], ds[Cell::CARRIED + 1], u[SIZE_FOR<Cell::INPUTS>], mask, keep;
@@ -235,7 +242,7 @@ void load_states(A h, B c, Index at, int unit, thread float (&states)[Cell::CARR
 // Prepare the backward pass of one unit of batch item b: set its positions in arrays, its length, its states and their
 // gradients `ds`. The states are those after the launch's last step. ds gets the cotangents of the last states (dhT,
 // dcT) or, if a pass has several launches, the gradients that the launch before returned. block: the position of the
-// lane's gate on the gate axis. earlier: the number of elements of h before the launch's first time index.
+// lane's gate on the gate axis.
 //
 // If b is past the last batch item, the length is 0, so that the item has ended at every step. Then the positions are
 // those of the last item (`own`). If the unit does not exist (real is false), they are those of unit 0 (`own_unit`),
@@ -249,15 +256,12 @@ void begin_item(
   first_place<true>(sweep, own, Cell::GATES, block, H, own_unit, item.at);
   item.length = b < sweep.B ? value_at(a.lengths, b, sweep.T) : 0;
   load_states<Cell, H>(a.dhT, a.dcT, place, own_unit, item.ds);
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= Cell::CARRIED; ++k) item.ds[k] = real ? item.ds[k] : 0.0f;
+  UNROLL for (int k = 0; k <= Cell::CARRIED; ++k) item.ds[k] = real ? item.ds[k] : 0.0f;
   load_states<Cell, H>(a.h, a.c, item.at.state + earlier, own_unit, item.states);
 }
 
 // Read the numbers that a unit needs at backward step n besides the gates, into `numbers`. at: the unit's positions at
-// this step. at.state counts from the launch's first time index, but the arrays that are read here begin at time index
-// 0. So `earlier` is added, the number of elements of h before the launch's first time index. step: how many elements h
-// has per time index.
+// this step. step: how many elements h has per time index.
 template <class Cell, int H, class Index, class Arrays>
 void read_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Place<Index>& at, Index earlier, Index step,
@@ -285,8 +289,7 @@ void use_states(
     thread const float (&states)[Cell::CARRIED + 1], thread Item<Cell, Index>& item,
     thread float (&after)[Cell::CARRIED + 1]) {
   const int t = time_of(sweep, n);
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= Cell::CARRIED; ++k) {
+  UNROLL for (int k = 0; k <= Cell::CARRIED; ++k) {
     after[k] = USES_BEFORE<Cell> ? item.states[k] : states[k];
     item.states[k] = n == 0 ? 0.0f : states[k];
   }

@@ -3,7 +3,6 @@
 // one lane lie at fixed distances, and the vectors of neighbouring lanes lie side by side. So a lane needs no bounds
 // checks and no address arithmetic to read them. This copy runs once per pass, with one thread per vector of 4 weights.
 //
-//   D, G, H      directions, gates, hidden units
 //   COUNT        how many vectors a lane has. H and COUNT come from the array `sizes` and not from template parameters,
 //                so that one compiled kernel serves layers of any size
 //   index        the number of a lane (thread) in its threadgroup
@@ -12,12 +11,8 @@
 //                gate at position `block` on the gate axis. Backward it is the unit's column of Wh
 //   BACK         whether the order is that of the backward pass, which multiplies by the columns of Wh
 //   MATRICES     whether the order is for products of 8 x 8 matrices (fused_matrix.metal), else for products in lanes
-//   LANES        how many adjacent lanes share a unit
-//   GROUP        LANES * UNITS adjacent lanes, which divide the rows of UNITS units among themselves
 //   SLOTS, PER   how many rows of weights a lane has in all, and of one unit: one per gate, or 1 in the backward pass
-//   Cell         the struct of a cell (cell.metal): GATES is G, block(n) the position of gate n
-//   Lanes<Cell>  slot_block(n, lane) is the block of the n-th row that a lane has of its unit (fused_lanes.metal)
-//   a, S, W      the struct of all arrays; the dtype of the weights; the type of the array Wh
+// fused.metal explains the other names.
 //
 // For quantized weights, LaneShare (fused_quantized.metal) says which words a lane reads:
 //   SPAN         how many weights of a row a lane has
@@ -148,9 +143,7 @@ uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int nu
 }
 
 // Copy the quantized recurrent weights Wh into `arranged` [D, simdgroups, COUNT, 32 lanes, 4 words], the order in which
-// the lanes read them. A lane has COUNT vectors of 4 words in each of D directions. One thread copies one vector.
-// place.x counts the vectors of one direction in the order [simdgroups, COUNT, 32 lanes], place.y the directions.
-// threads: how many threads a threadgroup of the kernel that reads them has.
+// the lanes read them. One thread copies one vector. place, threads: as in fused_arrange.
 template <class Cell, int H, int UNITS, int COUNT, int FIELD, class V, class Arrays>
 void fused_arrange_quantized(thread const Arrays& a, uint2 place, uint threads) {
   const int index = int(place.x) / (32 * COUNT) * 32 + int(place.x) % 32, vector = int(place.x) / 32 % COUNT;

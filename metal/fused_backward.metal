@@ -1,5 +1,6 @@
 // The backward pass over all time steps in one launch, with the product divided among lanes. It computes dz, dh0 and
-// dc0 from the cotangents (the gradients that the caller gives) of h, c, gates, hT and cT.
+// dc0 from the cotangents (the gradients that the caller gives) of h, c, gates, hT and cT. fused.metal explains the
+// names.
 //
 //   dh_t = mask_next * (d_next Wh) + keep_next * (the part that does not go through the product) + dh[t]
 //   d_t, ... = cell_backward(dh_t, ...)
@@ -17,26 +18,11 @@
 // so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between
 // writing the gradient of r and the second product.
 //
-//   G, D, H      gates, directions, hidden units
-//   ROWS         the batch items of a threadgroup, counted by r
-//   LANES        how many lanes share a unit. Each has its own gate, and in items[r] a copy of the unit's dh, dc and
-//                states
-//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
-//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
-//   ROW          how many vectors of 4 floats the operand of one item has
-//   resident     the lane's first RESIDENT weight vectors, in registers
-//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step
-//   Unit = Lanes<Cell>   how lanes share a unit (fused_lanes.metal)
-//   Cell         the struct of a cell (cell.metal); C = CARRIED: its states besides h, 1 for an LSTM, else 0
-//   Item         the numbers that a unit keeps from step to step (fused.metal)
-//   StepNumbers  the numbers that a unit reads at one step (fused.metal)
-//   Sweep, Place what a launch processes; a unit's positions in arrays (fused.metal)
-//   norm, of_norm   the numbers that a lane needs for layer normalisation (fused_norm.metal); without it `absent`
-//   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
-//   live         whether the batch item has not ended at this step
+// Each of the LANES lanes of a unit has its own gate, and in items[r] a copy of the unit's dh, dc and states. C =
+// CARRIED is 1 for an LSTM, else 0. norm, of_norm: the numbers that a lane needs for layer normalisation
+// (fused_norm.metal); without it `absent`.
 
 // Compute the backward product for ROWS batch items: their gradients x, in threadgroup memory, times columns of Wh.
-// GROUP lanes compute the products of UNITS units together; LANES of them belong to each unit.
 //   sum[r]   the result for batch item r and the lane's unit; all lanes of the unit get it
 //   x        points to the first number that this lane multiplies
 //   FROM     the number of the lane's first weight vector for this product
@@ -48,8 +34,7 @@ void products_of_columns(
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
   float sums[ROWS][UNITS] = {};
   add_product<ROWS, UNITS, RUNS, GROUP, FROM, 1, 1, RESIDENT, GROUP * RUNS>(sums, resident, streamed, x);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     sum_over_units<UNITS, 1, 1, LANES>(sums[r]);
     sum[r] = sum_over_lanes<LANES>(sums[r][0]);
   }
@@ -68,8 +53,7 @@ void reset_back(
     thread const Arrays& a, threadgroup float4* vectors) {
   constexpr int LANES = Lanes<Cell>::LANES;
   const int row = Lanes<Cell>::operand_block(lane), rank = row > Lanes<Cell>::operand_block(LANES - 1) ? row - 1 : row;
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const float reset = of_lane<LANES>(items[r].y, 0), d_rh = sum[r] * items[r].mask;
     if (lane == 0) items[r].d = Cell::reset_backward(reset, items[r].d + d_rh * items[r].states[0]);
     items[r].past += d_rh * reset;
@@ -79,17 +63,14 @@ void reset_back(
   }
 }
 
-// Read the numbers of step n for ROWS batch items: the lane's own gate y and its cotangent d (the gradient that the
-// caller gives for it), and into `numbers` states, other cotangents and factors. The positions items[r].at count from
-// the launch's first time index, but these inputs begin at time index 0. So `earlier` is added, the number of elements
-// of h before the launch's first time index; arrays of gates have GATES times as many. step: how many elements h has
-// per time index. unit: the lane's unit.
+// Read the numbers of step n for ROWS batch items: the lane's own gate y and its cotangent d, and into `numbers`
+// states, other cotangents and factors. `earlier` counts elements of h; arrays of gates have GATES times as many. step:
+// how many elements h has per time index.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_rows(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread Item<Cell, Index> (&items)[ROWS], Index earlier,
     Index step, int unit, thread StepNumbers<Cell> (&numbers)[ROWS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     items[r].y = value_at(a.gates, items[r].at.gate + Index(Cell::GATES) * earlier, 0.0f);
     items[r].d = value_at(a.dgates, items[r].at.gate + Index(Cell::GATES) * earlier, 0.0f);
     read_step<Cell, H>(sweep, a, n, items[r].at, earlier, step, unit, numbers[r]);
@@ -99,16 +80,14 @@ void read_rows(
 // Begin backward step n for ROWS batch items, from the numbers that this step has read. In items[r] replace the states
 // after the step by those before it, and set the mask. Set `past` to the whole gradient of h after the step: ds[0],
 // which comes from later steps, plus the cotangent numbers[r].ds[0]. after: on return the states after the step. dc: on
-// return the gradient of c from later steps, to which the cell's backward step adds the cotangent. In ds and states h
-// is number 0, and c of an LSTM number 1 (CARRIED); other cells do not use dc. step: how many elements h has per time
-// index. unit: the lane's unit.
+// return the gradient of c from later steps, to which the cell's backward step adds the cotangent; only an LSTM uses
+// dc. step: how many elements h has per time index.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void begin_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,
     thread const StepNumbers<Cell> (&numbers)[ROWS], thread Item<Cell, Index> (&items)[ROWS],
     thread float (&after)[ROWS][Cell::CARRIED + 1], thread float (&dc)[ROWS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     use_states<Cell, H>(sweep, a, n, step, unit, numbers[r].states, items[r], after[r]);
     dc[r] = items[r].ds[Cell::CARRIED];
     items[r].past = items[r].ds[0] + numbers[r].ds[0];
@@ -121,8 +100,7 @@ void begin_step(
 template <class Cell, int ROWS, class Index, class Arrays>
 void pass_to_h_before(
     thread const Arrays& a, int t, thread const float (&sum)[ROWS], thread Item<Cell, Index> (&items)[ROWS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const float dh = sum[r] * items[r].mask + items[r].past;
     items[r].ds[0] = is_live(a.lengths, t, items[r].length) ? dh : items[r].ds[0];
   }
@@ -130,30 +108,24 @@ void pass_to_h_before(
 
 // Write dh0 and dc0 of a unit, the gradients of its states before the launch's first step, which are in items[r].ds.
 // All lanes of the unit have copies of ds: lane 0 writes dh0, the last lane dc0. first: the threadgroup's first batch
-// item. If fewer than ROWS items are left, the last one was computed several times and is written as often. In
-// place_in, 1, 0 stands for one block of H numbers per item, block number 0. Only an LSTM has dc0; `store` does nothing
-// if the array is absent.
+// item. In place_in, 1, 0 stands for one block of H numbers per item, block number 0. Only an LSTM has dc0.
 template <class Cell, int H, class S, int ROWS, class Index, class Arrays>
 void store_first(
     thread const Sweep& sweep, thread const Arrays& a, int first, int lane, int unit,
     thread const Item<Cell, Index> (&items)[ROWS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const long item = place_in(sweep, min(first + r, sweep.B - 1), 1, 0, H, unit);
     if (lane == 0) a.dh0[item] = S(items[r].ds[0]);
     if (lane == Lanes<Cell>::LANES - 1) store(a.dc0, item, items[r].ds[Cell::CARRIED]);
   }
 }
 
-// Run the backward pass. group: the threadgroup's index along the batch, and the direction. index: the thread's index
-// among the `threads` threads of the threadgroup. TWO: whether a step has two products; FIRST: how many runs of 4
-// numbers a lane multiplies in the first one, whose operand has H numbers. lane: the lane's index among those that
-// share its unit; s: its number among the GROUP lanes that share a product. real: whether the lane has a unit. If the
-// units fill whole simdgroups, every lane has one, and the compiler drops the comparison with H. has_gate: whether the
-// lane also has a gate (lane 3 of a GRU has none). row: the block of the operand that the lane writes, or -1. block:
-// the block of the arrays that it reads, that of its gate; lane 3 of a GRU reads that of the candidate. p: the lane's
-// constant, a peephole weight or bhn. limit: the limit of c. HALF, SIZE: how many vectors a half of the buffer has, and
-// the whole buffer. Besides dz, dh0 and dc0 the kernel writes two arrays, which may be absent:
+// Run the backward pass. TWO: whether a step has two products; FIRST: how many runs of 4 numbers a lane multiplies in
+// the first one, whose operand has H numbers. has_gate: whether the lane also has a gate (lane 3 of a GRU has none).
+// row: the block of the operand that the lane writes, or -1. block: the block of the arrays that it reads, that of its
+// gate; lane 3 of a GRU reads that of the candidate. p: the lane's constant, a peephole weight or bhn. limit: the limit
+// of c. SIZE: how many vectors the whole buffer of operands has. Besides dz, dh0 and dc0 the kernel writes two arrays,
+// which may be absent:
 //   d_out  [., B, D G H]       d, if it differs from dz
 //   carry  [., B, D H] float   for an LSTM the gradient of keep * c; for the other cells the part of the gradient of
 //                              keep * h that does not go through the product
@@ -180,11 +152,10 @@ void fused_backward(
       vectors_of_lane<UNITS * (RUNS + (TWO ? FIRST : 0)), vec<S, 4>>(a.arranged, sweep.direction, index, threads);
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
-  fill_with_zeros(vectors, SIZE + norm_size<Cell, H, ROWS>(norm), index, threads);
+  fill_with_zeros(vectors, SIZE + norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0, limit = value_at(a.numbers, 1, 0.0f);
   Item<Cell, Index> items[ROWS];
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r)
+  UNROLL for (int r = 0; r < ROWS; ++r)
     begin_item<Cell, H>(sweep, a, min(int(group.x) * ROWS + r, sweep.B - 1), block, unit, real, earlier, items[r]);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros that all threads write from the first d
   StepNumbers<Cell> numbers[ROWS];
@@ -198,8 +169,7 @@ void fused_backward(
     float sum[ROWS], after[ROWS][C + 1], dc[ROWS];
     begin_step<Cell, H>(sweep, a, n, step, read, numbers, items, after, dc);
     states_backward<Cell, H>(norm, of_norm, a, t, p, items, numbers, after, dc);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, items[r].length);
       const float factor = numbers[r].keep;
       unit_backward<Cell>(of_norm, r, lane, p, limit, after[r][C], numbers[r], items[r], dc[r]);
@@ -225,8 +195,7 @@ void fused_backward(
     const int ahead = max(n - 1, sweep.start);
     Place<Index> distance;
     distance_to_next(ahead != n, next, distance);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) advance(items[r].at, distance);
+    UNROLL for (int r = 0; r < ROWS; ++r) advance(items[r].at, distance);
     read_rows<Cell, H>(sweep, a, ahead, items, earlier, step, read, numbers);  // the last step reads its own again
     read_norm<Cell>(a, items, earlier, block, of_norm);
     constexpr int FROM = TWO ? FIRST * UNITS : 0;

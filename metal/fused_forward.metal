@@ -1,5 +1,5 @@
 // The forward pass over all time steps in one launch, with the product divided among lanes: each lane multiplies a part
-// of the weights, then lanes exchange and add up their sums (fused_lanes.metal).
+// of the weights, then lanes exchange and add up their sums (fused_lanes.metal). fused.metal explains the names.
 //
 //   a_t = z_t + (mask_t * h_prev) Wh^T;   gates, state, h = cell(a_t, keep_t * h_prev, keep_t * state)
 //
@@ -11,34 +11,11 @@
 // Barriers: one per step, after the new h is written and before any lane reads it. The halves alternate, so no lane
 // overwrites numbers that another lane still reads. With two products there is a second barrier per step, between
 // writing r * mask * h_prev and the product that reads it.
-//
-//   H, T, B, D   hidden units, time steps, batch items, directions; G: gates
-//   ROWS         the batch items of a threadgroup, counted by r
-//   z            the input's part of the preactivations, [T, B, D G H]
-//   gates        the gates, [T, B, D G H], if the call wants them
-//   h, c         the states; only an LSTM has c. h0, c0: before the first step; hT, cT: after the last step
-//   mask, keep   the factor on h in the product; the factor on all states before a step
-//   lengths      the steps of each item. Past its end an item is not `live`: its outputs are 0, its states stay
-//                unchanged
-//   LANES        how many lanes share a unit: 4, or 1 for the plain RNN
-//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
-//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
-//   ROW          how many vectors of 4 floats the operand of one item has
-//   resident     the lane's first RESIDENT weight vectors, in registers
-//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step
-//   Unit = Lanes<Cell>   how the lanes of a unit compute a step. WRITER: the lane that has the unit's h and c
-//   Cell         the struct of a cell (cell.metal) with GATES gates
-//   Sweep, Place what a launch processes; a unit's positions in arrays (fused.metal)
-//   earlier      the number of elements of z before the launch's first time index
-//   norm         the numbers that a lane needs for layer normalisation (fused_norm.metal); without it `absent`
-//   a, S         the struct of all arrays; the dtype of the arrays
-//   V, Index     the type of a vector of 4 weights; the type that counts elements
 
-// Compute the recurrent product for ROWS batch items, summed over the GROUP lanes that share it. A sum belongs to one
-// batch item, one gate and one unit. On return sums[r] holds the sums of batch item r and of the lane's own unit;
-// Lanes<Cell>::sum_of_unit says for which gates the lane has them. WANTED: the gates to compute, one bit each. x: the
-// operand in threadgroup memory, from the first number that this lane multiplies. lane: the lane's index among those
-// that share its unit. In the call of add_product, 0 is the lane's first weight vector, and the GATES after it the
+// Compute the recurrent product for ROWS batch items, summed over the GROUP lanes that share it. On return sums[r]
+// holds the sums of batch item r and of the lane's own unit; Lanes<Cell>::sum_of_unit says for which gates the lane has
+// them. WANTED: the gates to compute, one bit each. x: the operand in threadgroup memory, from the first number that
+// this lane multiplies. In the call of add_product, 0 is the lane's first weight vector, and the GATES after it the
 // number of sums per unit.
 template <class Cell, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
 void add_products(
@@ -46,8 +23,7 @@ void add_products(
     threadgroup const float4* x, int lane) {
   constexpr int GATES = Cell::GATES, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
   add_product<ROWS, UNITS * GATES, RUNS, GROUP, 0, GATES, WANTED, RESIDENT, GROUP * RUNS>(sums, resident, streamed, x);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     sum_over_units<UNITS, GATES, WANTED, LANES>(sums[r]);
     Lanes<Cell>::template sum_of_unit<WANTED>(sums[r], lane);
   }
@@ -66,8 +42,7 @@ void read_ahead(
     thread float (&factor)[ROWS]) {
   Place<Index> distance;
   distance_to_next(has_next, next, distance);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     y[r] = z[r];
     z[r] = float(a.z[at[r].gate + distance.gate + earlier]);
     mask[r] = value_at(a.mask, at[r].mask + distance.mask, 1.0f);
@@ -78,29 +53,25 @@ void read_ahead(
 // Write the operand of the second product, for a GRU whose reset comes before the candidate's product. The gate r is
 // computed from y (the input's part of its preactivation) and the sums of the first product. Then r times the masked h
 // is written to `operand`. h: the masked h in threadgroup memory, with the same layout as `operand`: one row of ROW
-// vectors per batch item. writes: whether this lane is the one that has the unit's h. own: the unit's position in a
-// row.
+// vectors per batch item. writes: whether this lane has the unit's h. own: the unit's position in a row.
 template <class Cell, int ROW, int ROWS, int SLOTS>
 void write_reset(
     thread const float (&y)[ROWS], thread const float (&sums)[ROWS][SLOTS], bool writes, int own,
     threadgroup float4* h, threadgroup float4* operand) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const float reset = simd_shuffle_xor(Cell::reset(y[r] + sums[r][0]), 2);  // lane 2, which writes, gets r of lane 0
     if (writes) number_at(operand, r * ROW, own) = reset * number_at(h, r * ROW, own);
   }
 }
 
 // Write the last states hT and cT of a unit after the launch's last step. first: the threadgroup's first batch item. h,
-// c: the states of its ROWS items. If fewer than ROWS items are left, the threadgroup has computed the last item
-// several times, and stores its states as often. In place_in, 1, 0 stands for one block of H numbers per item, block
-// number 0. Only an LSTM has cT; `store` does nothing if the array is absent.
+// c: the states of its ROWS items. In place_in, 1, 0 stands for one block of H numbers per item, block number 0. Only
+// an LSTM has cT.
 template <class S, int ROWS, class Arrays>
 void store_last(
     thread const Sweep& sweep, thread const Arrays& a, int first, int H, int unit, thread const float (&h)[ROWS],
     thread const float (&c)[ROWS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const long item = place_in(sweep, min(first + r, sweep.B - 1), 1, 0, H, unit);
     a.hT[item] = S(h[r]);
     store(a.cT, item, c[r]);
@@ -108,24 +79,13 @@ void store_last(
 }
 
 // Run the forward pass of one direction for ROWS batch items. A lane computes at most one gate of one hidden unit.
-//   H, UNITS     the hidden units; how many of them a group of GROUP lanes computes together
-//   RESIDENT     how many of its weight vectors a lane has in registers (resident)
-//   V, S         the type of a vector of 4 weights, or of 4 words with quantized weights; the dtype of the arrays
-//   Index        the type that counts elements of arrays
+//   V            the type of a vector of 4 weights, or of 4 words with quantized weights
 //   a.numbers    the forget bias and the limit of c of an LSTM
-//   vectors      threadgroup memory: the double buffer of the products' operands, then the memory of the norms
-//   HALF         how many vectors a half of the double buffer has
 //   TWO          whether a step has two products: those of a GRU whose reset comes before the candidate's product
 //   before, after   where the masked h of this step and of the next step lie: in different halves. If TWO, both lie in
 //                half 0, and r times the masked h lies in half 1. The second product is for the candidate n only, gate
 //                2, so its bit set WANTED is 1 << 2 = 4
-//   group        the threadgroup's index along the batch, and the direction
-//   index        the thread's index among the `threads` threads of the threadgroup
-//   s            the lane's index among the GROUP lanes that share a product
-//   lane, unit   the lane's index among the lanes that share its unit; the index of this unit
 //   block        the index of the lane's gate on the gate axis; -1 if the lane has no gate
-//   real         whether the lane has a unit; a lane past H only takes part in the product. If the units fill whole
-//                simdgroups, every lane has a unit, and the compiler drops the comparison with H
 //   own          where the unit's h lies in an operand
 //   writes       whether the lane has the states of a unit; h_now and c_now are valid only there
 //   y            before Unit::forward the input's part of the preactivation of the lane's gate; after it the gate (of a
@@ -154,14 +114,13 @@ void fused_forward(
   const device V* streamed = vectors_of_lane<Share::COUNT, V>(a.arranged, sweep.direction, index, threads);
   V resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
-  fill_with_zeros(vectors, 2 * HALF + norm_size<Cell, H, ROWS>(norm), index, threads);
+  fill_with_zeros(vectors, 2 * HALF + norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros that all threads write from the first h
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0.0f;  // a peephole weight or bhn
   float h_now[ROWS], c_now[ROWS], z[ROWS];
   int length[ROWS];
   Place<Index> at[ROWS];
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
     const long item = place_in(sweep, b, 1, 0, H, unit);
     // A lane without a gate or unit reads those of block 0 or unit 0, so that no read leaves the arrays.
@@ -186,8 +145,7 @@ void fused_forward(
       add_products<Cell, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, resident, streamed, vectors + HALF + s, lane);
     }
     normalise<Cell, H>(norm, lane, y, sums);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       // given: the gate's preactivation, because normalise_states may have to compute gate o again. states: on entry of
       // Unit::forward c times keep, on return the new c.
       given[r] = y[r] + sums[r][0];
@@ -195,8 +153,7 @@ void fused_forward(
       m[r] = Unit::forward(lane, p, forget_bias, limit, factor[r] * h_now[r], sums[r], states[r], y[r]);
     }
     normalise_states<Cell, H>(norm, writes, given, p, states, y, m);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, time_of(sweep, n), length[r]);
       const S output = S(m[r]);
       // Past an item's end the state stays and outputs are 0. Values are selected, not multiplied, as they may be NaN.

@@ -7,34 +7,27 @@
 //
 // s and s_n are the activations of the gates r, z and of n. a is the preactivation, a_n that of n without q. q is the
 // candidate's recurrent product with its bias bhn: h Wh_n^T + bhn, with r h for h if the reset comes before it.
-// The option flip_z exchanges z and 1 - z. H: hidden units, D: directions. OPTIONS: the cell's options as one integer.
-// GRUCell<OPTIONS> (cell_gru.metal) is the cell of one unit, with functions for single gates and their gradients;
-// GATE_R, GATE_Z, GATE_N are 0, 1, 2, block(gate) the place of a gate on a gate axis. activate_own<OPTIONS, N>: the
-// activation of the lane's gate, one of the first N. sum_over_lanes(x): the sum of x over the lanes of a unit.
-// of_lane<4>(x, n): the x of the unit's lane n.
+// The option flip_z exchanges z and 1 - z. GRUCell<OPTIONS> (cell_gru.metal) is the cell of one unit, with functions
+// for single gates and their gradients. activate_own<OPTIONS, N>: the activation of the lane's gate, one of the first
+// N. sum_over_lanes(x): the sum of x over the lanes of a unit. of_lane<4>(x, n): the x of the unit's lane n.
 
-// How the four lanes that share a hidden unit of a GRU compute a step. fused_lanes.metal explains the members of this
-// struct, which every cell specializes.
+// How the four lanes of a unit compute a step. fused_lanes.metal explains the members of this struct.
 template <int OPTIONS>
 struct Lanes<GRUCell<OPTIONS>> {
   using Cell = GRUCell<OPTIONS>;
-  // WRITER: the lane that has the state h and writes it, which is the lane of gate n. TWO_PRODUCTS: if the reset comes
-  // before the candidate's product, that product needs r, so a step has two products. FIRST: the gates of the first
-  // product, one bit each: r and z (1 + 2) if there are two products, else all (1 + 2 + 4).
+  // TWO_PRODUCTS: if the reset comes before the candidate's product, that product needs r, so a step has two products.
+  // FIRST: the first product is for r and z (1 + 2) if there are two, else for all gates (1 + 2 + 4).
   enum { LANES = 4, WRITER = 2, TWO_PRODUCTS = Cell::RESETS_BEFORE, FIRST = TWO_PRODUCTS ? 3 : 7 };
 
-  // gate_block: the lane's block of H numbers in z, gates and dz, or -1 if the lane has no gate. operand_block: the
-  // block that the lane writes in the operand of the backward product, or -1. Lane 3 writes the block of the candidate
-  // n, because it has the gradient of the candidate's product; lane 2 has that of n's preactivation and writes nothing.
-  // slot_block: the block of rows of Wh whose sums are in slot n of the lane: those of gate n, in every lane.
+  // operand_block: lane 3 writes the block of the candidate n, because it has the gradient of the candidate's product;
+  // lane 2 has that of n's preactivation and writes nothing. slot_block: slot n of every lane belongs to gate n.
   static constexpr int gate_block(int lane) { return lane <= Cell::GATE_N ? Cell::block(lane) : -1; }
   static constexpr int operand_block(int lane) {
     return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);
   }
   static constexpr int slot_block(int n, int) { return Cell::block(n); }
 
-  // Return the unit's bias bhn from the array a.bhn [D H], or 0 if the call does not have this array. All lanes of the
-  // unit get the same value; the parameter without a name is the lane's number.
+  // Return the unit's bias bhn from the array a.bhn [D H], or 0 if the call does not have this array.
   template <class Arrays>
   static float constant_of(thread const Arrays& a, int direction, int, int H, int unit) {
     return value_at(a.bhn, long(direction) * H + unit, 0.0f);
@@ -56,15 +49,12 @@ struct Lanes<GRUCell<OPTIONS>> {
     if (WANTED & 4) slots[2] = sum_over_lanes<LANES>(slots[2]);
   }
 
-  // Compute one step and return the new h; the result is valid only in lane 2, the lane of gate n.
-  //   gate   the lane's number
-  //   bhn    the recurrent bias of gate n of this unit
-  //   sums   the recurrent products
-  //   y      before the call the input's part of the lane's preactivation, after it the lane's gate
-  // Parameters without a name are for other cells. Lane 2 reads r from lane 0 and z from lane
-  // 1: simd_shuffle_xor(x, d) reads x of lane (n ^ d), an exclusive or, where n is the number of this lane: 2 ^ 2 = 0
-  // and 2 ^ 3 = 1. The variable own is the gate r in lane 0 and z in lane 1, for which gate & 1 is 1; in the lanes 2
-  // and 3 it is not used.
+  // Compute one step and return the new h; the result is valid only in lane 2, the lane of gate n. gate: the lane's
+  // number. sums: the recurrent products. y: on entry the input's part of the lane's preactivation, on return the
+  // lane's gate. Parameters without a name are for other cells. Lane 2 reads r from lane 0 and z from lane 1:
+  // simd_shuffle_xor(x, d) reads x of lane (n ^ d), an exclusive or, where n is the number of this lane: 2 ^ 2 = 0 and
+  // 2 ^ 3 = 1. The variable own is the gate r in lane 0 and z in lane 1, for which gate & 1 is 1; in the lanes 2 and 3
+  // it is not used.
   static float forward(
       int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
     const float a = y + sums[0];

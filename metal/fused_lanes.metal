@@ -20,14 +20,14 @@
 //   operand_block(lane)   the block that a lane writes in the backward product's operand, or -1
 //   slot_block(n, lane)   the block of Wh of the weights in slot n of the lane's own unit
 //   constant_of       reads a lane's constant (its peephole weight, or bhn), once per launch
-//   sum_of_unit       sums over the lanes of a unit
+//   sum_of_unit<WANTED>   sums over the lanes of a unit, for the gates whose bit is set in WANTED
 //   forward, backward one step; each lane computes its own gate
-//
-// Cell: the struct of a cell, OPTIONS: its options as one integer; activation_of(OPTIONS, n): the activation of gate n,
-// such as TANH; activate, slope: activations and derivatives (cell.metal). ROWS: the batch items of a threadgroup.
-// Arrays, Item, StepNumbers, Index: fused.metal. H: the units. S: the dtype of the arrays. Absent: the type of what a
-// call does not have (arrays.metal).
+// fused.metal explains the other names.
 template <class Cell> struct Lanes;
+
+// The number of registers that a lane needs if LANES lanes divide COUNT values of a unit among themselves; at least 1.
+template <int COUNT, int LANES>
+constant constexpr int REGISTERS_OF = SIZE_FOR<(COUNT + LANES - 1) / LANES>;
 
 // How many runs (4 neighbouring numbers) each lane has, if GROUP lanes divide LENGTH numbers among themselves. The
 // division is rounded up: zeros fill the last runs.
@@ -64,8 +64,7 @@ constant constexpr bool SQUASHES = SQUASHED<OPTIONS, 0> && (GATES < 2 || SQUASHE
 template <int OPTIONS, int GATES>
 bool is_tanh(int gate) {
   bool found = false;
-#pragma clang loop unroll(full)
-  for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);
+  UNROLL for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);
   return found;
 }
 
@@ -100,20 +99,16 @@ template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTE
 void add_product(
     thread float (&sums)[ROWS][SLOTS], thread const V* resident, const device V* streamed,
     threadgroup const float4* x) {
-#pragma clang loop unroll(full)
-  for (int run = 0; run < RUNS; ++run) {
+  UNROLL for (int run = 0; run < RUNS; ++run) {
     float4 operands[ROWS];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) operands[r] = x[r * STRIDE + GROUP * run];
-#pragma clang loop unroll(full)
-    for (int v = 0; v < SLOTS; ++v) {
+    UNROLL for (int r = 0; r < ROWS; ++r) operands[r] = x[r * STRIDE + GROUP * run];
+    UNROLL for (int v = 0; v < SLOTS; ++v) {
       if (!((WANTED >> (v % PER)) & 1)) continue;
       const int n = FROM + run * SLOTS + v;
       float4 weights;
       if (n < RESIDENT) weights = float4(resident[n]);
       else weights = float4(streamed[32 * n]);
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
+      UNROLL for (int r = 0; r < ROWS; ++r) {
         sums[r][v] += weights[0] * operands[r][0];
         sums[r][v] += weights[1] * operands[r][1];
         sums[r][v] += weights[2] * operands[r][2];
@@ -130,58 +125,42 @@ void add_product(
 // sum_of_unit adds these up later. WANTED: one bit per gate; sums of other gates are skipped.
 template <int UNITS, int PER, int WANTED, int N>
 void sum_over_units(thread float (&values)[UNITS * PER]) {
-#pragma clang loop unroll(full)
-  for (int units = UNITS / 2; units >= 1; units /= 2)
-#pragma clang loop unroll(full)
-    for (int n = 0; n < units * PER; ++n)
+  UNROLL for (int units = UNITS / 2; units >= 1; units /= 2)
+    UNROLL for (int n = 0; n < units * PER; ++n)
       if ((WANTED >> (n % PER)) & 1) values[n] += simd_shuffle_xor(values[n + units * PER], ushort(units * N));
 }
 
 // Return the sum of `value` over the N lanes that share a unit. All N lanes get the sum. N is a power of two.
 template <int N>
 float sum_over_lanes(float value) {
-#pragma clang loop unroll(full)
-  for (int distance = N / 2; distance >= 1; distance /= 2) value += simd_shuffle_xor(value, ushort(distance));
+  UNROLL for (int distance = N / 2; distance >= 1; distance /= 2) value += simd_shuffle_xor(value, ushort(distance));
   return value;
 }
 
 // --- Layer normalisation ---
 //
-// The kernels call the functions below for every cell. These are the overloads for a cell without a norm; they do
-// nothing. Such a cell has `absent`, of type Absent, in place of the array norm_eps and of everything that is computed
-// from it, and this type selects them. fused_norm.metal has the overloads for cells with a norm. It names the
-// parameters that have no name here.
+// The kernels call the functions below for every cell. These are the overloads for a cell without a norm; all but
+// unit_backward and write_operand do nothing. Such a cell has `absent`, of type Absent, in place of the array norm_eps
+// and of everything that is computed from it, and this type selects them. fused_norm.metal has the overloads for cells
+// with a norm, which say what the functions do and name the parameters.
 
-// Overload for a cell without layer normalisation, which has `absent` in place of the array norm_eps: return `absent`
-// in place of a NormLane, the numbers that a lane needs for its norms. fused_norm.metal has the overload for cells with
-// a norm, which names the parameters.
 template <class Cell, int H, class Arrays>
 Absent norm_of_lane(Absent, thread const Arrays&, int, int, int, bool, uint, threadgroup float4*) { return absent; }
 
-// Overloads for a cell without layer normalisation. norm_size: a norm would need threadgroup memory; return the size 0.
-// norm_numbers: the backward step of a norm would read numbers; return `absent` in their place.
 template <class Cell, int H, int ROWS> int norm_size(Absent) { return 0; }
 template <int ROWS> Absent norm_numbers(Absent) { return absent; }
 
-// Overload for a cell without layer normalisation: leave the sums of the product unchanged. fused_norm.metal has the
-// overload for cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS, int SLOTS>
 void normalise(Absent, int, thread float (&)[ROWS], thread float (&)[ROWS][SLOTS]) {}
 
-// Overload for a cell without layer normalisation: leave the states unchanged. fused_norm.metal has the overload for
-// cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS>
 void normalise_states(
     Absent, bool, thread const float (&)[ROWS], float, thread float (&)[ROWS], thread float (&)[ROWS],
     thread float (&)[ROWS]) {}
 
-// Overload for a cell without layer normalisation: read nothing. fused_norm.metal has the overload for cells with a
-// norm, which names the parameters.
 template <class Cell, int ROWS, class Index, class Arrays>
 void read_norm(thread const Arrays&, thread const Item<Cell, Index> (&)[ROWS], Index, int, Absent) {}
 
-// Overload for a cell without layer normalisation: leave the gradient of c unchanged. fused_norm.metal has the overload
-// for cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void states_backward(
     Absent, Absent, thread const Arrays&, int, float, thread const Item<Cell, Index> (&)[ROWS],
@@ -208,8 +187,7 @@ void unit_backward(
 // products, products_backward writes the operand instead.)
 template <class Cell> void write_operand(Absent, threadgroup float& operand, float value) { operand = value; }
 
-// Overload for a cell without layer normalisation: do nothing, because write_operand has already written the gradients
-// of the products. fused_norm.metal has the overload for cells with a norm, which names the parameters.
+// (write_operand has already written the gradients of the products.)
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void products_backward(
     Absent, Absent, thread const Arrays&, int, int, int, thread const Item<Cell, Index> (&)[ROWS],

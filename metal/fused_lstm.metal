@@ -3,27 +3,21 @@
 //
 //   i, f, g, o = s(a)      c = f c_prev + i g, clipped to +-limit      h = o s_output(c)
 //
-// a: the preactivation z + h_prev Wh^T, with z from the input, plus forget bias and peephole term. H: hidden units, D:
-// directions. OPTIONS: the cell's options as one integer. LSTMCell<OPTIONS> (cell_lstm.metal) is the cell of one unit:
-// its functions gate, preactivation, state and those for gradients; PEEPHOLE is NO_PEEPHOLE, or says whether the
-// peephole of o reads the new c (O_SEES_CURRENT) or c_prev. STOPS: whether the gradient of c is 0 where the clip
-// changed c. block(n): the place of gate n on a gate axis. OUTPUT: the activation of c. activate_own<OPTIONS, N>,
-// slope_own: the activation of the lane's gate, one of the first N, and its derivative. sum_over_lanes(x): the sum of x
-// over the lanes of a unit. of_lane<4>(x, n): the x of the unit's lane n. simd_shuffle_xor(x, n): the x of the lane
-// whose number is (own number) ^ n, an exclusive or.
+// a: the preactivation z + h_prev Wh^T, with z from the input, plus forget bias and peephole term. LSTMCell<OPTIONS>
+// (cell_lstm.metal) is the cell of one unit. activate_own<OPTIONS, N>, slope_own: the activation of the lane's gate,
+// one of the first N, and its derivative. sum_over_lanes(x): the sum of x over the lanes of a unit. of_lane<4>(x, n):
+// the x of the unit's lane n. simd_shuffle_xor(x, n): the x of the lane whose number is (own number) ^ n, an exclusive
+// or.
 
-// How the four lanes that share a hidden unit of an LSTM compute a step. fused_lanes.metal explains the members of this
-// struct, which every cell specializes.
+// How the four lanes of a unit compute a step. fused_lanes.metal explains the members of this struct.
 template <int OPTIONS>
 struct Lanes<LSTMCell<OPTIONS>> {
   using Cell = LSTMCell<OPTIONS>;
-  // WRITER: the lane that has the states c and h and writes them. TWO_PRODUCTS: an LSTM's step has one recurrent
-  // product, h_prev Wh^T. FIRST: the gates that this product is for, one bit per gate: all four (binary 1111 = 15).
+  // FIRST: the product is for all four gates (binary 1111 = 15).
   enum { LANES = 4, WRITER = 3, TWO_PRODUCTS = 0, FIRST = 15 };
 
-  // gate_block: the lane's block of H numbers in z, gates and dz. operand_block: its block in the operand of the
-  // backward product. slot_block: the rows of Wh in slot n of the lane, those of gate n ^ lane (exclusive or). So slot
-  // 0 belongs to the lane's own gate.
+  // slot_block: slot n of the lane has the rows of Wh of gate n ^ lane (exclusive or). So slot 0 belongs to the lane's
+  // own gate.
   static constexpr int gate_block(int lane) { return Cell::block(lane); }
   static constexpr int operand_block(int lane) { return Cell::block(lane); }
   static constexpr int slot_block(int n, int lane) { return Cell::block(n ^ lane); }
@@ -35,9 +29,8 @@ struct Lanes<LSTMCell<OPTIONS>> {
   }
 
   // Add up the partial sums of the four lanes of a unit, so that each lane gets the whole sum of its own gate in
-  // slots[0]. On entry slots[n] of a lane is its part of the sum of gate n ^ lane (exclusive or). So slots[0] belongs
-  // to the lane's own gate. slots[2] belongs to the gate of lane ^ 2; the first shuffle sends it to that lane. WANTED
-  // (which gates are needed) and the second parameter (the lane's number) are for other cells.
+  // slots[0]. On entry slots[n] of a lane is its part of the sum of gate n ^ lane. So slots[2] belongs to the gate of
+  // lane ^ 2; the first shuffle sends it to that lane.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int) {
     slots[0] += simd_shuffle_xor(slots[2], 2);

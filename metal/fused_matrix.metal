@@ -1,5 +1,5 @@
 // The kernels that run all time steps in one launch with products of 8 x 8 matrices, for wide batches. fused.metal
-// describes the arrays.
+// describes the arrays and explains the names.
 //
 // A threadgroup computes 8 batch items of one direction, and each of its simdgroups 8 hidden units. In a product the
 // left matrix holds weights, in one row per unit; the right matrix holds 8 numbers of each item, in one column per
@@ -9,27 +9,13 @@
 // for both items; the index e (0 or 1) counts them. `vectors` in threadgroup memory holds the right side of the
 // product, [length, padded to 8][8 items].
 //
-//   T, B, D, G, H   time steps, batch items, directions, gates, hidden units
 //   m, k         a gate; a state (0 is h) or another number of a unit
-//   resident     the lane's first RESIDENT weight vectors, in registers
-//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step. A vector of 4
-//                weights holds the lane's numbers of two successive left matrices
-//   z            the input's part of the preactivations, [T, B, D G H]
+//   streamed     here a vector of 4 weights holds the lane's numbers of two successive left matrices
 //   y            the numbers of a step that are saved, mostly the gates
-//   mask, keep   the factor on h in the recurrent product; the factor on all states before a step
+//   u, p         the INPUTS of a step; the CONSTANTS of a unit, of which SUMMED have a gradient dp
 //   at           a unit's positions in arrays at a step (Place, fused.metal)
 //   next, distance   the distances from these positions to those at the next step
-//   earlier      the number of elements of h before the launch's first time index
-//   Sweep        what a launch processes (fused.metal)
-//   Item         the numbers that a unit keeps from step to step in the backward pass (fused.metal)
-//   StepNumbers  the numbers that a unit reads at one backward step (fused.metal)
-//   Cell         the struct of a cell (cell.metal); C = CARRIED: its states besides h; block(m): the place of gate m on
-//                the gate axis
-//   u, p         the INPUTS of a step; the CONSTANTS of a unit, of which SUMMED have a gradient dp
-//   SIZE_FOR<N>, VALUES   the size to declare for an array of N numbers, at least 1; the size of y
-//   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
-//   live, real   whether the item has not ended at this step; whether the lane's item and unit exist
-// A cotangent is the gradient that the caller gives for an output.
+//   real         whether the lane's item and unit exist
 
 // How many 8 x 8 matrices, side by side, are needed to hold rows of LENGTH numbers. Each of them is called a part.
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
@@ -49,21 +35,18 @@ inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 // columns. Each of them is cut into parts, which are 8 x 8 matrices. A part of `vectors` is 64 floats, in rows of 8.
 // The product of weight matrix m has CHAINS partial sums, total[m CHAINS] ... total[m CHAINS + CHAINS - 1], which the
 // caller adds up. Successive parts are added to different partial sums, so that an addition need not wait for the
-// previous one. The lane's first RESIDENT weight vectors are in `resident`, the others in `streamed`, 32 vectors apart,
-// because the vectors of the other lanes lie between them. A vector has the lane's numbers of two parts, so the loop
-// takes two parts at a time. If the number of parts is odd, the second half of the last vectors is not used.
+// previous one. A weight vector has the lane's numbers of two parts, so the loop takes two parts at a time. If the
+// number of parts is odd, the second half of the last vectors is not used.
 template <int TILES, int CHAINS, int RESIDENT, int LENGTH, class V>
 void product_of_matrices(
     thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* resident, const device V* streamed,
     threadgroup const float* vectors) {
   constexpr int PARTS = PARTS_OF<LENGTH>;
   simdgroup_float8x8 left, right[2];
-#pragma clang loop unroll(full)
-  for (int part = 0; part < PARTS; part += 2) {
+  UNROLL for (int part = 0; part < PARTS; part += 2) {
     simdgroup_load(right[0], vectors + 64 * part, 8);
     if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);
-#pragma clang loop unroll(full)
-    for (int m = 0; m < TILES; ++m) {
+    UNROLL for (int m = 0; m < TILES; ++m) {
       const int n = part / 2 * TILES + m, first = m * CHAINS + part % CHAINS, second = m * CHAINS + (part + 1) % CHAINS;
       float4 weights;
       if (n < RESIDENT) weights = float4(resident[n]);
@@ -82,8 +65,7 @@ void product_of_matrices(
 // Return the position of a unit's number k in an array with COUNT blocks of H numbers per batch item. at: the unit's
 // positions; at.gate is in block 0. If COUNT is the number of gates, the position is at.gate plus a distance; any other
 // COUNT, which only a user's cell has, takes a multiplication. A user's cell has number k in block k, a built-in cell
-// in the block of gate k. earlier: 0 for an output, which begins at the launch's first time index; for an input, which
-// begins at time index 0, the number of elements of h before the launch's first time index.
+// in the block of gate k. earlier: 0 for an output.
 template <class Cell, int COUNT, int H, class Index>
 Index block_place(thread const Place<Index>& at, int k, int unit, Index earlier = 0) {
   return COUNT == Cell::GATES ? at.gate + Index(COUNT) * earlier + Cell::block(k) * H
@@ -92,19 +74,15 @@ Index block_place(thread const Place<Index>& at, int k, int unit, Index earlier 
 
 // Read the numbers that a forward step needs for the two batch items of a lane: z of all gates into y, the inputs u of
 // the step, `keep` of this step into factor, and the mask of the next step, which lies `distance` away. The step needs
-// the next mask, because it writes its new h times that mask for the next product. earlier: the number of elements of h
-// before the launch's first time index. z and `inputs` begin at time index 0, so it is added to their positions; the
-// positions of mask and keep already count from time index 0. unit: the lane's unit. The last argument of load_all, 0,
-// is the first element of u[e] to be set.
+// the next mask, because it writes its new h times that mask for the next product. The last argument of load_all, 0, is
+// the first element of u[e] to be set.
 template <class Cell, int H, class Index, class Arrays>
 void read_inputs(
     thread const Arrays& a, thread const Place<Index> (&at)[2], thread const Place<Index>& distance, Index earlier,
     int unit, thread float (&y)[2][VALUES<Cell>], thread float (&u)[2][SIZE_FOR<Cell::INPUTS>],
     thread float (&mask)[2], thread float (&factor)[2]) {
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
-#pragma clang loop unroll(full)
-    for (int m = 0; m < Cell::GATES; ++m)
+  UNROLL for (int e = 0; e < 2; ++e) {
+    UNROLL for (int m = 0; m < Cell::GATES; ++m)
       y[e][m] = float(a.z[at[e].gate + Index(Cell::GATES) * earlier + Cell::block(m) * H]);
     load_all<Cell::INPUTS, H>(a.inputs, at[e].state + earlier, unit, u[e], 0);
     mask[e] = value_at(a.mask, at[e].mask + distance.mask, 1.0f);
@@ -114,14 +92,11 @@ void read_inputs(
 
 // Run the forward pass: h = cell(z_t + (mask_t * h_prev) Wh^T, ...). `vectors` is a double buffer [2][padded H][8
 // items]: the current step reads the masked h from one half, and writes the masked h of the next step into the other.
-// One barrier per step separates these writes from the next reads. group: the threadgroup's index along the batch, and
-// the direction. index: the thread's index among the `threads` threads of the threadgroup. column: the index of the
-// lane's first batch item in the threadgroup; b0: its index in the batch. read: the unit whose numbers the lane reads.
-// A lane without a unit reads those of unit 0, and a lane without an item those of the last item, so that no read
-// leaves the arrays. HALF: how many floats a half of the double buffer has. COUNT: how many vectors of 4 weights a lane
-// multiplies at each step. The lane keeps the first RESIDENT of them in its registers (`resident`), and reads the
-// others from memory at each step (`streamed`). AHEAD: whether a step's numbers are read before the product. p: the
-// unit's constants.
+// One barrier per step separates these writes from the next reads. column: the index of the lane's first batch item in
+// the threadgroup; b0: its index in the batch. read: the unit whose numbers the lane reads. A lane without a unit reads
+// those of unit 0, and a lane without an item those of the last item, so that no read leaves the arrays. COUNT: how
+// many vectors of 4 weights a lane multiplies at each step. AHEAD: whether a step's numbers are read before the
+// product. p: the unit's constants.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -145,8 +120,7 @@ void fused_matrix_forward(
   bool real[2];
   Place<Index> at[2];
   Cell::template constants<long>(a, sweep.direction, H, read, p);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     real[e] = b0 + e < sweep.B && unit < H;
     first_place<false>(sweep, min(b0 + e, sweep.B - 1), GATES, 0, H, read, at[e]);
@@ -162,35 +136,29 @@ void fused_matrix_forward(
     Place<Index> distance;
     distance_to_next(n < sweep.stop - 1, next, distance);
     if (AHEAD) read_inputs<Cell, H>(a, at, distance, earlier, read, y, u, mask, factor);
-#pragma clang loop unroll(full)
-    for (int m = 0; m < GATES; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    UNROLL for (int m = 0; m < GATES; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     product_of_matrices<GATES, 1, RESIDENT, H>(total, resident, streamed, vectors + (n & 1) * HALF);
     if (!AHEAD) read_inputs<Cell, H>(a, at, distance, earlier, read, y, u, mask, factor);
-#pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e) {
+    UNROLL for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(a.lengths, time_of(sweep, n), length[e]);
       float sums[GATES], next_states[C + 1];
-#pragma clang loop unroll(full)
-      for (int m = 0; m < GATES; ++m) sums[m] = total[m].thread_elements()[e];
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) next_states[k] = factor[e] * states[e][k];
+      UNROLL for (int m = 0; m < GATES; ++m) sums[m] = total[m].thread_elements()[e];
+      UNROLL for (int k = 0; k <= C; ++k) next_states[k] = factor[e] * states[e][k];
       Cell::forward(p, u[e], sums, next_states, y[e]);
       const S result = S(next_states[0]);
       next_states[0] = float(result);
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) {
+      UNROLL for (int k = 0; k <= C; ++k) {
         states[e][k] = live ? next_states[k] : states[e][k];
         next_states[k] = live ? next_states[k] : 0.0f;
       }
-#pragma clang loop unroll(full)
-      for (int m = 0; m < KEPT; ++m) store(a.gates, block_place<Cell, KEPT, H>(at[e], m, unit), live ? y[e][m] : 0.0f);
+      UNROLL for (int m = 0; m < KEPT; ++m)
+        store(a.gates, block_place<Cell, KEPT, H>(at[e], m, unit), live ? y[e][m] : 0.0f);
       store_all<C, H>(a.c, at[e].state, unit, next_states + 1);
       a.h[at[e].state] = live ? result : S(0.0f);
       vectors[(~n & 1) * HALF + 8 * unit + column + e] = states[e][0] * mask[e];
     }
-#pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e) advance(at[e], next);
+    UNROLL for (int e = 0; e < 2; ++e) advance(at[e], next);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the writes of the new h from the next step's product
     streamed += opaque_zero(sweep);
   }
@@ -204,43 +172,35 @@ void fused_matrix_forward(
 
 // Compute the backward product: `vectors`, LENGTH numbers of each of 8 batch items, times the columns of Wh that belong
 // to the 8 units of this simdgroup. sum[e]: the result for the lane's unit and for number e of its two batch items.
-// resident: the lane's first RESIDENT weight vectors, in registers; streamed: all of them, in memory. There is one
-// matrix of results, but it has four partial sums, so that no addition waits for the one before (1, 4 in
+// There is one matrix of results, but it has four partial sums, so that no addition waits for the one before (1, 4 in
 // product_of_matrices). They are added up at the end.
 template <int RESIDENT, int LENGTH, class V>
 void product_of_columns(
     thread float (&sum)[2], thread const V* resident, const device V* streamed, threadgroup const float* vectors) {
   simdgroup_float8x8 total[4];
-#pragma clang loop unroll(full)
-  for (int m = 0; m < 4; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  UNROLL for (int m = 0; m < 4; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   product_of_matrices<1, 4, RESIDENT, LENGTH>(total, resident, streamed, vectors);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     sum[e] = 0.0f;
-#pragma clang loop unroll(full)
-    for (int m = 0; m < 4; ++m) sum[e] += total[m].thread_elements()[e];
+    UNROLL for (int m = 0; m < 4; ++m) sum[e] += total[m].thread_elements()[e];
   }
 }
 
 // Read the numbers of backward step n for the two batch items of a lane: into y those that the forward pass saved
 // (mostly the gates), into d their cotangents, and into `numbers` states, cotangents of states, inputs and factors.
-// Only a built-in cell has cotangents d; its KEPT and GRADIENTS equal GATES. earlier: the number of elements of h
-// before the launch's first time index. These arrays begin at time index 0, so it is added to the positions; an array
-// of gates has GATES times as many elements. step: how many elements h has per time index. unit: the lane's unit.
+// Only a built-in cell has cotangents d; its KEPT and GRADIENTS equal GATES. step: how many elements h has per time
+// index.
 template <class Cell, int H, class Index, class Arrays>
 void read_items(
     thread const Sweep& sweep, thread const Arrays& a, int n, thread const Item<Cell, Index> (&items)[2],
     Index earlier, Index step, int unit, thread float (&y)[2][SIZE_FOR<Cell::KEPT>],
     thread float (&d)[2][Cell::GRADIENTS], thread StepNumbers<Cell> (&numbers)[2]) {
   constexpr int KEPT = Cell::KEPT;
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     read_step<Cell, H>(sweep, a, n, items[e].at, earlier, step, unit, numbers[e]);
-#pragma clang loop unroll(full)
-    for (int m = 0; m < KEPT; ++m)
+    UNROLL for (int m = 0; m < KEPT; ++m)
       y[e][m] = value_at(a.gates, block_place<Cell, KEPT, H>(items[e].at, m, unit, earlier), 0.0f);
-#pragma clang loop unroll(full)
-    for (int m = 0; m < Cell::GRADIENTS; ++m)
+    UNROLL for (int m = 0; m < Cell::GRADIENTS; ++m)
       d[e][m] = value_at(a.dgates, items[e].at.gate + Index(Cell::GATES) * earlier + Cell::block(m) * H, 0.0f);
   }
 }
@@ -258,28 +218,22 @@ void unit_backward(
     thread Item<Cell, Index>& item, thread float (&d)[Cell::GRADIENTS], thread float (&dp)[SIZE_FOR<Cell::SUMMED>]) {
   constexpr int C = Cell::CARRIED, FIRST = FIRST_CARRY<Cell>;
   float before[C + 1], ds[C + 1], du[SIZE_FOR<Cell::INPUTS>], dp_now[SIZE_FOR<Cell::SUMMED>];
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= C; ++k) {
+  UNROLL for (int k = 0; k <= C; ++k) {
     before[k] = numbers.keep * item.states[k];
     ds[k] = item.ds[k] + numbers.ds[k];
   }
   item.mask = numbers.mask;
   Cell::backward(p, numbers.u, y, before, after, ds, d, du, dp_now);
-#pragma clang loop unroll(full)
-  for (int m = 0; m < Cell::GRADIENTS; ++m)
+  UNROLL for (int m = 0; m < Cell::GRADIENTS; ++m)
     store(a.dz, block_place<Cell, Cell::GRADIENTS, H>(item.at, m, unit), live ? d[m] : 0.0f);
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::INPUTS; ++k)
+  UNROLL for (int k = 0; k < Cell::INPUTS; ++k)
     store(a.du, place_of<Cell::INPUTS, H>(item.at.state, k, unit), live ? du[k] : 0.0f);
   // The gradient of keep is computed from the array `carry`. It gets the gradients of keep * state, without the part
   // that goes through the product. FIRST: the first state that has such a gradient, h (0) in some cells only.
-#pragma clang loop unroll(full)
-  for (int k = FIRST; k <= C; ++k)
+  UNROLL for (int k = FIRST; k <= C; ++k)
     store(a.carry, place_of<CARRIES<Cell>, H>(item.at.state, k - FIRST, unit), live ? ds[k] : 0.0f);
-#pragma clang loop unroll(full)
-  for (int k = 1; k <= C; ++k) item.ds[k] = live ? numbers.keep * ds[k] : item.ds[k];
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += live ? dp_now[k] : 0.0f;
+  UNROLL for (int k = 1; k <= C; ++k) item.ds[k] = live ? numbers.keep * ds[k] : item.ds[k];
+  UNROLL for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += live ? dp_now[k] : 0.0f;
   item.past = ds[0] * numbers.keep;
 }
 
@@ -291,8 +245,7 @@ template <class Cell, int H, class Arrays>
 void store_sums(
     thread const Arrays& a, thread const Sweep& sweep, uint group, int unit, bool writes,
     thread float (&dp)[SIZE_FOR<Cell::SUMMED>]) {
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::SUMMED; ++k) {
+  UNROLL for (int k = 0; k < Cell::SUMMED; ++k) {
     dp[k] += simd_shuffle_xor(dp[k], 1);
     dp[k] += simd_shuffle_xor(dp[k], 8);
     if (writes) store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dp[k]);
@@ -303,12 +256,8 @@ void store_sums(
 // holds the gradients of the recurrent products at the current step, which are the operand of the product with Wh.
 // VECTORS is 2 (a double buffer), or 1 if threadgroup memory has no space for two. Barriers: one per step, between
 // writing the operand and the product that reads it; with a single buffer a second one, between the product and the
-// writes of the next step. group: the threadgroup's index along the batch, and the direction. index: the thread's index
-// among the `threads` threads of the threadgroup. column: the index of the lane's first batch item in the threadgroup;
-// b0: its index in the batch. read: the unit whose numbers the lane reads, 0 if it has no unit. K: how many numbers the
-// operand has per item. HALF: how many floats one buffer has. COUNT: how many vectors of 4 weights a lane multiplies at
-// each step; the first RESIDENT of them stay in its registers (`resident`), and it reads the others from memory
-// (`streamed`). AHEAD: whether a step's numbers are read before the product of the step processed before it.
+// writes of the next step. column, b0, read, COUNT: as in the forward pass. K: how many numbers the operand has per
+// item. AHEAD: whether a step's numbers are read before the product of the step processed before it.
 template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, class Arrays>
 void fused_matrix_backward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -330,8 +279,7 @@ void fused_matrix_backward(
   bool real[2];
   Item<Cell, Index> items[2];
   Cell::template constants<long>(a, sweep.direction, H, read, p);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     real[e] = b0 + e < sweep.B && unit < H;
     begin_item<Cell, H>(sweep, a, b0 + e, 0, unit, unit < H, earlier, items[e]);
   }
@@ -342,16 +290,14 @@ void fused_matrix_backward(
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
     if (!AHEAD) read_items<Cell, H>(sweep, a, n, items, earlier, step, read, y, d, numbers);
-#pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e) {
+    UNROLL for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       const Index at = items[e].at.gate;
       float after[C + 1];
       use_states<Cell, H>(sweep, a, n, step, read, numbers[e].states, items[e], after);
       unit_backward<Cell, H>(a, live, unit, p, y[e], numbers[e], after, items[e], d[e], dp);
-#pragma clang loop unroll(full)
-      for (int m = 0; m < GATES; ++m) {
+      UNROLL for (int m = 0; m < GATES; ++m) {
         const int block = Cell::block(m) * H;
         const S operand = S(live ? Cell::product_gradient(m, y[e], d[e]) : 0.0f);
         store(a.d_out, at + block, float(operand));
@@ -364,13 +310,11 @@ void fused_matrix_backward(
     const int ahead = max(n - 1, sweep.start);
     Place<Index> distance;
     distance_to_next(ahead != n, next, distance);
-#pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e) advance(items[e].at, distance);
+    UNROLL for (int e = 0; e < 2; ++e) advance(items[e].at, distance);
     if (AHEAD) read_items<Cell, H>(sweep, a, ahead, items, earlier, step, read, y, d, numbers);
     float sum[2];
     product_of_columns<RESIDENT, K>(sum, resident, streamed, current);
-#pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e) {
+    UNROLL for (int e = 0; e < 2; ++e) {
       const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
       if (real[e] && live) items[e].ds[0] = sum[e] * items[e].mask + items[e].past;
     }
@@ -378,8 +322,7 @@ void fused_matrix_backward(
     if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
     streamed += opaque_zero(sweep);
   }
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     if (!real[e]) continue;
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     a.dh0[item] = S(items[e].ds[0]);

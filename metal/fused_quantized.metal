@@ -50,19 +50,16 @@ struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   };
 };
 
-// Load the first RESIDENT vectors of a lane into registers; this is the overload for quantized weights. The vectors of
-// a lane lie 32 vectors apart, because the vectors of the 32 lanes of a simdgroup lie side by side.
+// Load the first RESIDENT vectors of a lane into registers; this is the overload for quantized weights.
 template <int RESIDENT, int FIELD, int SIZE, bool BIASED, int COUNT>
 void load_resident(
     const device PackedVector<FIELD, SIZE, BIASED>* streamed,
     thread PackedVector<FIELD, SIZE, BIASED> (&resident)[COUNT]) {
-#pragma clang loop unroll(full)
-  for (int n = 0; n < RESIDENT; ++n) resident[n].words = streamed[32 * n].words;
+  UNROLL for (int n = 0; n < RESIDENT; ++n) resident[n].words = streamed[32 * n].words;
 }
 
-// The position of a lane that reads its words in order. The words lie in vectors of 4. resident: the lane's first
-// vectors, in registers. streamed: all its vectors, in memory. words: the vector that was read last. vector: the index
-// of this vector.
+// The position of a lane that reads its words in order. words: the vector of 4 words that was read last. vector: the
+// index of this vector.
 template <class V>
 struct Words {
   thread const V* resident;
@@ -103,20 +100,16 @@ void add_eight(
   constexpr int WORDS = FIELD / 4;
   const typename Biases<BIASED>::type biases = {};  // only its type is read
   float operands[ROWS][8];
-#pragma clang loop unroll(full)
-  for (int part = 0; part < 8 * ROWS; ++part) {
+  UNROLL for (int part = 0; part < 8 * ROWS; ++part) {
     const int r = part / 8, e = part % 8;
     operands[r][e] = x[r * STRIDE + e / 4 * GROUP][e % 4];
     x_sums[r] += operands[r][e];
   }
-#pragma clang loop unroll(full)
-  for (int v = 0; v < SLOTS; ++v) {
+  UNROLL for (int v = 0; v < SLOTS; ++v) {
     if (!((WANTED >> (v % PER)) & 1)) continue;
     uint words[WORDS];
-#pragma clang loop unroll(full)
-    for (int n = 0; n < WORDS; ++n) words[n] = word_at<RESIDENT>(lane, first + v * WORDS + n);
-#pragma clang loop unroll(full)
-    for (int part = 0; part < 8 * ROWS; ++part) {
+    UNROLL for (int n = 0; n < WORDS; ++n) words[n] = word_at<RESIDENT>(lane, first + v * WORDS + n);
+    UNROLL for (int part = 0; part < 8 * ROWS; ++part) {
       const int e = part / ROWS, r = part % ROWS;
       products[r][v] += operands[r][e] * number_at<FIELD>(words, e, biases);
     }
@@ -139,22 +132,19 @@ void add_product(
   constexpr int EIGHTS = Share::PIECE / 8, FACTORS = Share::FACTORS;
   Words<PackedVector<FIELD, SIZE, BIASED>> lane = {resident, streamed, uint4(0), -1};
   const typename Biases<BIASED>::type biases = {};  // only its type is read
-#pragma clang loop unroll(full)
-  for (int piece = 0; piece < Share::PIECES; ++piece) {
+  UNROLL for (int piece = 0; piece < Share::PIECES; ++piece) {
     const int first = piece * Share::EACH;
     float products[ROWS][SLOTS] = {}, x_sums[ROWS] = {};
-#pragma clang loop unroll(full)
-    for (int n = 0; n < EIGHTS; ++n)
+    UNROLL for (int n = 0; n < EIGHTS; ++n)
       add_eight<ROWS, SLOTS, GROUP, PER, WANTED, RESIDENT, STRIDE>(
           products, x_sums, first + n * SLOTS * Share::WORDS, lane, x + 2 * GROUP * (piece * EIGHTS + n));
-#pragma clang loop unroll(full)
-    for (int v = 0; v < SLOTS; ++v) {
+    UNROLL for (int v = 0; v < SLOTS; ++v) {
       if (!((WANTED >> (v % PER)) & 1)) continue;
       const int factor = first + Share::OF_WEIGHTS + v * FACTORS;
       const float scale = as_type<float>(word_at<RESIDENT>(lane, factor));
       const float bias = BIASED ? as_type<float>(word_at<RESIDENT>(lane, factor + 1)) : 0.0f;
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) sums[r][v] += of_group<FIELD>(products[r][v], x_sums[r], scale, bias, biases);
+      UNROLL for (int r = 0; r < ROWS; ++r)
+        sums[r][v] += of_group<FIELD>(products[r][v], x_sums[r], scale, bias, biases);
     }
   }
 }

@@ -1,20 +1,14 @@
 // The step of the plain RNN, h = s(a), in the kernels that run all time steps in one launch and divide the product
-// among lanes. Each hidden unit has one lane. The preactivation a is stored as the cell's only gate, number 0. OPTIONS:
-// the cell's options as one integer, with the activation s; RNNCell<OPTIONS> (cell_rnn.metal) is the cell of one unit.
-// Parameters without a name are for other cells.
+// among lanes. Each hidden unit has one lane. The preactivation a is stored as the cell's only gate, number 0, so every
+// block is number 0. RNNCell<OPTIONS> (cell_rnn.metal) is the cell of one unit.
 
-// How the one lane of a hidden unit of a plain RNN computes a step. fused_lanes.metal explains the members of this
-// struct, which every cell specializes.
+// How the one lane of a unit computes a step. fused_lanes.metal explains the members of this struct. Parameters without
+// a name are for other cells.
 template <int OPTIONS>
 struct Lanes<RNNCell<OPTIONS>> {
-  // LANES: the lanes of a unit. WRITER: the lane that writes h. TWO_PRODUCTS: a step has only one product. FIRST: the
-  // gates of this product, one bit per gate.
   using Cell = RNNCell<OPTIONS>;
   enum { LANES = 1, WRITER = 0, TWO_PRODUCTS = 0, FIRST = 1 };
 
-  // gate_block, operand_block: the lane's block of H numbers in z, gates and dz, and in the operand of the backward
-  // product. slot_block: the block of rows of Wh that the lane multiplies. The cell has one gate, so each block is
-  // number 0.
   static constexpr int gate_block(int) { return 0; }
   static constexpr int operand_block(int) { return 0; }
   static constexpr int slot_block(int, int) { return 0; }

@@ -39,7 +39,6 @@ struct Norm<Kind<OPTIONS>> {
 template <int EVERY>
 float sum_of_every(float value) {
   if constexpr (EVERY == 1) return simd_sum(value);
-#pragma clang loop unroll(full)
-  for (int distance = EVERY; distance < 32; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
+  UNROLL for (int distance = EVERY; distance < 32; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
   return value;
 }

@@ -13,23 +13,8 @@
 //                4 j + lane of the unit's values y and gradients d. Every lane has the unit's states and their
 //                gradients.
 //
-// A block of an array holds H numbers, one per unit, for example those of one gate or state. value_at and store read
-// and write one number of an array, which may be absent (arrays.metal). place_of<COUNT, H>(at, k, unit): the position
-// of a unit's number in block k of COUNT blocks (fused.metal).
-//
-//   H            the number of hidden units
-//   ROWS         the batch items of a threadgroup
-//   ROW          how many vectors of 4 floats a row of the product's operands has; there is one row per batch item
-//   Cell         the struct `Own`, with its constants GATES and PRODUCTS (gates with a recurrent product: all or none)
-//   Arrays       the struct of all arrays; S: the dtype of the arrays; A: the type of one array
-//   V            the type of a vector of weights
-//   Index        the unsigned type that counts elements
-//   Absent       the type of an array, or of a norm, that the call does not have
-//   SIZE_FOR<N>  the size to declare for an array of N numbers: at least 1, because Metal has no arrays of size 0
-
-// The number of registers that a lane needs if LANES lanes divide COUNT values of a unit among themselves; at least 1.
-template <int COUNT, int LANES>
-constant constexpr int REGISTERS_OF = SIZE_FOR<(COUNT + LANES - 1) / LANES>;
+// fused.metal explains the other names, among them place_of<COUNT, H>(at, k, unit), the position of a unit's number in
+// block k of COUNT blocks. SIZE_FOR<N> (cell.metal) is the size to declare for an array of N numbers, at least 1.
 
 // Overload for a cell without a recurrent product, which has no weights. Return a null pointer, which nothing reads.
 template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
@@ -40,8 +25,7 @@ template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint,
 // value per unit. lane: the lane's index among those that share its unit.
 template <int COUNT, int LANES, int H, class Index, class A>
 void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[REGISTERS_OF<COUNT, LANES>]) {
-#pragma clang loop unroll(full)
-  for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j) {
+  UNROLL for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j) {
     const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;
     values[j] = COUNT == 0 ? 0.0f : value_at(array, place_of<COUNT, H>(at, block, unit), 0.0f);
   }
@@ -53,8 +37,7 @@ void load_blocks(A array, Index at, int lane, int unit, thread float (&values)[R
 // lane's index among those that share its unit.
 template <int COUNT, int LANES, int H, class Index, class A>
 void store_blocks(A array, Index at, int lane, int unit, thread const float* values) {
-#pragma clang loop unroll(full)
-  for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j)
+  UNROLL for (int j = 0; j < REGISTERS_OF<COUNT, LANES>; ++j)
     if (COUNT % LANES == 0 || LANES * j + lane < COUNT)
       store(array, place_of<COUNT, H>(at, LANES * j + lane, unit), values[j]);
 }
@@ -70,44 +53,25 @@ void sum_of_own_unit(thread float (&sums)[SIZE]) {
     sums[1] += simd_shuffle_xor(sums[3], 2);
     sums[0] += simd_shuffle_xor(sums[1], 1);
   } else {
-#pragma clang loop unroll(full)
-    for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Lanes<Cell>::LANES>(sums[n]);
+    UNROLL for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Lanes<Cell>::LANES>(sums[n]);
   }
 }
 
 // Layer normalisation. The kernels call the functions below for every cell. These are the overloads for a cell without
 // a norm; they do nothing. Such a cell has `absent`, of type Absent, in place of the array norm_eps and of everything
-// that is computed from it, and this type selects them. fused_norm_own.metal has the overloads for cells with a norm.
-// It names the parameters that have no name here.
+// that is computed from it, and this type selects them. fused_norm_own.metal has the overloads for cells with a norm,
+// which say what the functions do and name the parameters.
 
-// Overload for a cell without layer normalisation, which has `absent` in place of the array norm_eps: return `absent`
-// in place of an OwnNormLane, the numbers that a lane needs for the norm. fused_norm_own.metal has the overload for
-// cells with a norm, which names the parameters.
-template <class Cell, int H, class Arrays>
-Absent own_norm_of_lane(Absent, thread const Arrays&, int, int, int, bool, uint, threadgroup float4*) { return absent; }
-
-// Overloads for a cell without layer normalisation. own_norm_size: a norm would need threadgroup memory; return the
-// size 0. own_norm_numbers: the backward step of a norm would read numbers; return `absent` in their place.
-template <class Cell, int H, int ROWS> int own_norm_size(Absent) { return 0; }
-template <int ROWS> Absent own_norm_numbers(Absent) { return absent; }
-
-// Overload for a cell without layer normalisation: leave the sums of the products unchanged. fused_norm_own.metal has
-// the overload for cells with a norm, which names the parameters.
 template <class Cell, int H, int ROWS, class Numbers, int SIZE>
 void normalise_gates(Absent, int, thread Numbers (&)[ROWS], thread float (&)[ROWS][SIZE]) {}
 
-// Overload for a cell without layer normalisation: read nothing. fused_norm_own.metal has the overload for cells with a
-// norm, which names the parameters.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_gates(
     thread const Arrays&, thread const Sweep&, int, Index, thread const Index (&)[ROWS], uint, int, int, Absent) {}
 
-// Overload for a cell without layer normalisation: copy nothing. fused_norm_own.metal has the overload for cells with a
-// norm, which copies gradients for the backward step of the norm.
 template <int SIZE> void keep_gradients(bool, int, thread const float (&)[SIZE], Absent) {}
 
-// Overload for a cell without layer normalisation: do nothing, because store_step has already stored the gradients of
-// the products. fused_norm_own.metal has the overload for cells with a norm, which names the parameters.
+// (store_step has already stored the gradients of the products.)
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void own_products_backward(
     Absent, Absent, thread const Arrays&, Index, Index, thread const Index (&)[ROWS], int, int, threadgroup float4*) {}

@@ -1,13 +1,10 @@
 // The backward pass of a cell written by the user, over all time steps in one launch. The lanes of a simdgroup share
-// the recurrent product.
+// the recurrent product. fused.metal explains the names, pointwise.metal how lanes share a unit.
 //
-// A preactivation is a recurrent part plus an input part. The arrays of the backward pass are (the letters G, C, U, V
-// and M count numbers per unit: gates, states besides h, inputs, parameters, gradients; T: time steps, B: batch items,
-// D: directions, ".": the launch's time steps):
-//   dh [T, B, D H], dc [T, B, D C H] float, dhT, dcT   the cotangents: the gradients that the caller gives for outputs
-//   gates        the numbers that the forward pass saved
-//   h, c         the states after each step
-//   h0, c0, inputs, params, mask, keep, lengths   the inputs of the forward pass
+// A preactivation is a recurrent part plus an input part. The letters P, C, U, V and M count numbers per unit:
+// recurrent products (P = PRODUCTS is G or 0), states besides h (CARRIED), inputs, parameters (SUMMED), gradients. KEPT
+// is the number of values that the forward pass saved in the array gates. The kernel writes (".": the launch's time
+// steps):
 //   dz           [., B, D M H]: the gradients of all recurrent parts; then the gradients of the input parts, for those
 //                gates in which they differ
 //   du           [., B, D U H]: the gradients of the inputs of each step
@@ -19,27 +16,10 @@
 // `vectors` in threadgroup memory holds the gradients d of a step's recurrent products, the operand of the product with
 // Wh, in a double buffer [2][ROWS][padded G H]. One barrier per step separates writing them from the product that reads
 // them.
-//
-//   Cell         the generated struct of the cell (cell.metal): P = PRODUCTS (G or 0), C = CARRIED, U = INPUTS, V =
-//                SUMMED, M = GRADIENTS, and KEPT numbers that the forward pass saved
-//   CARRIES, FIRST_CARRY   N, and the first of these N states: 0 is h
-//   Lanes<Cell>  how LANES adjacent lanes share a unit (pointwise.metal): register j of a lane has number LANES j +
-//                lane of the unit's numbers in an array. All lanes have the unit's states and their gradients
-//   REGISTERS_OF<N, LANES>   how many registers a lane needs for its part of N numbers
-//   ROWS         the batch items of a threadgroup, counted by r
-//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
-//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
-//   ROW          how many vectors of 4 floats the operand of one item has
-//   item         the unit's positions in an array [B, D H], one per batch item
-//   SIZE_FOR<N>  the size to declare for an array of N numbers, at least 1
-//   a, S, Index  the struct of all arrays; their dtype; the type that counts elements
-//   Sweep        what a launch processes (fused.metal)
 
 // The numbers that a lane reads at one backward step, for one unit of one batch item. saved: its part of the values
-// that the forward pass saved. inputs: the inputs of the step. before: the states before the step. outside: the
-// cotangents of the states (the gradients that the caller gives for them). keep, mask: the factors on all states before
-// the step, and on h in the recurrent product. In before and outside number 0 belongs to h. If the call does not have
-// an array, its cotangent is 0 or its factor is 1.
+// that the forward pass saved. inputs: the inputs of the step. before: the states before the step, h first. outside:
+// their cotangents, 0 without the array. keep, mask: numbers of these arrays, 1 without them.
 template <class Cell>
 struct BackwardNumbers {
   float saved[REGISTERS_OF<Cell::KEPT, Lanes<Cell>::LANES>], inputs[SIZE_FOR<Cell::INPUTS>];
@@ -48,7 +28,6 @@ struct BackwardNumbers {
 
 // Read the numbers that a lane needs at backward step n, for ROWS batch items. now: the offset of the step's first
 // element in an array [T, B, D H]. item[r]: the offset of the unit's element of batch item r in an array [B, D H].
-// group: the threadgroup's index along the batch. lane: the lane's index among those that share its unit.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,
@@ -58,8 +37,7 @@ void read_numbers(
   // At step 0 there is no step before it. Then the address must only be valid, because use_first_states replaces the
   // numbers that are read there.
   const Index previous = n == 0 ? now : sweep.reverse ? now + step : now - step;
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group) * ROWS + r, sweep.B - 1);
     load_blocks<Cell::KEPT, Lanes<Cell>::LANES, H>(a.gates, now + item[r], lane, unit, numbers[r].saved);
     load_all<Cell::INPUTS, H>(a.inputs, now + item[r], unit, numbers[r].inputs, 0);
@@ -73,7 +51,7 @@ void read_numbers(
 }
 
 // If step n is the first step of its batch item, set the states before the step to h0 and c0. item: the offset of the
-// unit's element in an array [B, D H]. length: the item's number of steps.
+// unit's element in an array [B, D H].
 template <class Cell, int H, class Index, class Arrays>
 void use_first_states(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index item, int length, int unit,
@@ -86,13 +64,12 @@ void use_first_states(
   load_all<Cell::CARRIED, H>(a.c0, item, unit, before, 1);
 }
 
-// Store the results of one backward step of a batch item, or zeros if the item has ended (not `live`): the gradients d
-// of the preactivations, du of the inputs and `back` of the states (in the array carry). at: the unit's position in an
-// array [steps, B, D H]. d is rounded to the dtype S first, so that dh is computed from the same dz that the caller
-// gets. The first PRODUCTS numbers of d are the gradients of the recurrent products. They are also written to
-// `operand`, the item's row of threadgroup memory that the product with Wh reads; with a norm own_products_backward
-// does this. The lanes of a unit divide d among themselves, but all have du and `back`, which lane 0 writes. real:
-// whether the lane has a unit.
+// Store the results of one backward step of a batch item, or zeros if the item has ended: the gradients d of the
+// preactivations, du of the inputs and `back` of the states (in the array carry). at: the unit's position in an array
+// [steps, B, D H]. d is rounded to the dtype S first, so that dh is computed from the same dz that the caller gets. The
+// first PRODUCTS numbers of d are the gradients of the recurrent products. They are also written to `operand`, the
+// item's row of threadgroup memory that the product with Wh reads; with a norm own_products_backward does this. The
+// lanes of a unit divide d among themselves, but all have du and `back`, which lane 0 writes.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, Index at,
@@ -100,8 +77,7 @@ void store_step(
     thread const float (&du)[SIZE_FOR<Cell::INPUTS>], thread const float (&back)[Cell::CARRIED + 1],
     threadgroup float4* operand) {
   constexpr int LANES = Lanes<Cell>::LANES;
-#pragma clang loop unroll(full)
-  for (int j = 0; j < REGISTERS_OF<Cell::GRADIENTS, LANES>; ++j) {
+  UNROLL for (int j = 0; j < REGISTERS_OF<Cell::GRADIENTS, LANES>; ++j) {
     const int block = LANES * j + lane;
     d[j] = float(S(live ? d[j] : 0.0f));
     if (real && block < Cell::PRODUCTS && !Lanes<Cell>::NORMALISES) number_at(operand, 0, block * H + unit) = d[j];
@@ -109,32 +85,27 @@ void store_step(
   if (!real) return;
   store_blocks<Cell::GRADIENTS, LANES, H>(a.dz, at, lane, unit, d);
   if (lane != 0) return;
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::INPUTS; ++k)
+  UNROLL for (int k = 0; k < Cell::INPUTS; ++k)
     store(a.du, place_of<Cell::INPUTS, H>(at, k, unit), live ? du[k] : 0.0f);
-#pragma clang loop unroll(full)
-  for (int k = 0; k < CARRIES<Cell>; ++k)
+  UNROLL for (int k = 0; k < CARRIES<Cell>; ++k)
     store(a.carry, place_of<CARRIES<Cell>, H>(at, k, unit), live ? back[FIRST_CARRY<Cell> + k] : 0.0f);
 }
 
 // Store the results of a backward launch: ds, the gradients of the first states, into dh0 and dc0, and the gradients dw
 // of the parameters. item[r]: the offset of the unit's element of batch item r in an array [B, D H]. group: the
-// threadgroup's number, which is the position on the first axis of the array dw. writes: whether the lane is the one of
-// its unit that writes. dh0 always exists; `store` does nothing if another array is absent.
+// position on the first axis of the array dw. writes: whether the lane is the one of its unit that writes.
 template <class Cell, int H, int ROWS, class S, class Index, class Arrays>
 void store_ends(
     thread const Arrays& a, thread const Sweep& sweep, thread const Index (&item)[ROWS], uint group, bool writes,
     int unit, thread const float (&ds)[ROWS][Cell::CARRIED + 1], thread const float (&dw)[SIZE_FOR<Cell::SUMMED>]) {
   if (!writes) return;
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     a.dh0[item[r]] = S(ds[r][0]);
-#pragma clang loop unroll(full)
-    for (int k = 1; k < Cell::CARRIED + 1; ++k)
+    UNROLL for (int k = 1; k < Cell::CARRIED + 1; ++k)
       store(a.dc0, place_of<Cell::CARRIED, H>(item[r], k - 1, unit), ds[r][k]);
   }
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::SUMMED; ++k) store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dw[k]);
+  UNROLL for (int k = 0; k < Cell::SUMMED; ++k)
+    store(a.dw, place_in(sweep, int(group), Cell::SUMMED, k, H, unit), dw[k]);
 }
 
 // Return the whole sum of the lane's own unit. sums: the lane's partial sums of the UNITS units whose product the lanes
@@ -146,15 +117,11 @@ float sum_of_unit(thread float (&sums)[UNITS]) {
   return sum_over_lanes<LANES>(sums[0]);
 }
 
-// Run the backward pass. A threadgroup computes ROWS items. If fewer are left, it computes the last item several times,
-// but adds it to the sum dw only once. group: the threadgroup's index along the batch, and the direction. index: the
-// thread's index among the `threads` threads of the threadgroup. s: the lane's number among the GROUP lanes that share
-// a product; lane: its index among those that share its unit. own: its unit. real: whether there is such a unit; if the
-// units fill whole simdgroups, there always is one, and the compiler drops the comparison with H. ds: the gradients of
-// the states from later steps. now: the states after the step. back: at first the gradients of the states after the
-// step, then those of the states before it. w, dw: the parameters and their gradients. ND, V, U: the sizes of d, dw and
-// du. norm, of_norm: the numbers that a lane needs for layer normalisation (fused_norm_own.metal). HALF: how many
-// vectors a half of the double buffer has.
+// Run the backward pass. If fewer than ROWS items are left, the last one is added to the sum dw only once. own: the
+// lane's unit; a lane without one reads the numbers of `unit` 0. ds: the gradients of the states from later steps. now:
+// the states after the step. back: at first the gradients of the states after the step, then those of the states before
+// it. w, dw: the parameters and their gradients. ND, V, U: the sizes of d, dw and du. norm, of_norm: the numbers that a
+// lane needs for layer normalisation (fused_norm_own.metal).
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
@@ -169,14 +136,13 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
       vectors_of_lane<P == 0 ? 1 : RUNS * UNITS, vec<S, 4>>(a.arranged, sweep.direction, index, threads);
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
-  fill_with_zeros(vectors, 2 * HALF + own_norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
+  fill_with_zeros(vectors, 2 * HALF + norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   Index item[ROWS];  // the unit's position in an array [B, D H]
   float w[V], dw[V] = {}, ds[ROWS][C + 1], now[ROWS][C + 1];
   int length[ROWS];
   load_all<Cell::SUMMED, H>(a.params, Index(sweep.direction * H + unit), unit, w, 0);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.stop - 1);
     item[r] = Index(place_in(sweep, b, 1, 0, H, unit));
     length[r] = value_at(a.lengths, b, sweep.T);
@@ -186,34 +152,30 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from the first d
   Index now_at = Index(time_of(sweep, sweep.stop - 1)) * step;  // the step's position in an array [T, B, D H]
   const Index next_now = sweep.reverse ? step : -step;  // Index is unsigned: adding a negative distance wraps around
-  const auto norm =
-      own_norm_of_lane<Cell, H>(a.norm_eps, a, sweep.direction, lane, unit, real, index, vectors + 2 * HALF);
+  const auto norm = norm_of_lane<Cell, H>(
+      a.norm_eps, a, sweep.direction, min(lane, int(Cell::GATES) - 1), unit, real && lane < Cell::GATES, index,
+      vectors + 2 * HALF);
   BackwardNumbers<Cell> numbers[ROWS];
-  auto of_norm = own_norm_numbers<ROWS>(norm);
+  auto of_norm = norm_numbers<ROWS>(norm);
   read_numbers<Cell, H>(a, sweep, sweep.stop - 1, now_at, item, group.x, lane, unit, numbers);
   read_gates<Cell, H>(a, sweep, sweep.stop - 1, now_at, item, group.x, lane, unit, of_norm);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (n & 1) * HALF;
     float mask[ROWS];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
       thread BackwardNumbers<Cell>& mine = numbers[r];
       float d[ND] = {}, du[U] = {}, dw_now[V] = {}, back[C + 1], before[C + 1];
       use_first_states<Cell, H>(a, sweep, n, item[r], length[r], unit, mine.before);
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + mine.outside[k], before[k] = mine.keep * mine.before[k];
+      UNROLL for (int k = 0; k <= C; ++k) back[k] = ds[r][k] + mine.outside[k], before[k] = mine.keep * mine.before[k];
       Lanes<Cell>::backward(lane, w, mine.inputs, mine.saved, before, now[r], back, d, du, dw_now);
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) now[r][k] = mine.before[k];
+      UNROLL for (int k = 0; k <= C; ++k) now[r][k] = mine.before[k];
       keep_gradients(live, r, d, of_norm);
       store_step<Cell, H, S>(a, live, real, lane, unit, now_at + (item[r] - earlier), d, du, back, current + r * ROW);
-#pragma clang loop unroll(full)
-      for (int k = 0; k < Cell::SUMMED; ++k)
+      UNROLL for (int k = 0; k < Cell::SUMMED; ++k)
         dw[k] += live && int(group.x) * ROWS + r < sweep.B ? dw_now[k] : 0.0f;
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) ds[r][k] = live ? mine.keep * back[k] : ds[r][k];
+      UNROLL for (int k = 0; k <= C; ++k) ds[r][k] = live ? mine.keep * back[k] : ds[r][k];
       mask[r] = mine.mask;
     }
     own_products_backward<Cell, H, ROW, S>(norm, of_norm, a, now_at, earlier, item, lane, unit, current);
@@ -226,8 +188,7 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
     if constexpr (P > 0) {
       float sums[ROWS][UNITS] = {};
       add_product<ROWS, UNITS, RUNS, GROUP, 0, 1, 1, RESIDENT, ROW>(sums, resident, streamed, current + s);
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r)
+      UNROLL for (int r = 0; r < ROWS; ++r)
         ds[r][0] += is_live(a.lengths, t, length[r]) ? sum_of_unit<UNITS, LANES>(sums[r]) * mask[r] : 0.0f;
     }
     streamed += opaque_zero(sweep);

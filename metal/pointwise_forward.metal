@@ -1,32 +1,11 @@
 // The forward pass of a cell written by the user, over all time steps in one launch. The lanes of a simdgroup share the
-// recurrent product. `vectors` in threadgroup memory holds h of all units, times the mask, as a double buffer
-// [2][ROWS][padded H]. If the cell has a recurrent product, one barrier per step separates writing h from the next
-// product, which reads h.
+// recurrent product. fused.metal explains the names, pointwise.metal how lanes share a unit. `vectors` in threadgroup
+// memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H]. If the cell has a recurrent
+// product, one barrier per step separates writing h from the next product, which reads h.
 //
-//   T, B, D, H   time steps, batch items, directions, hidden units
-//   ROWS         the batch items of a threadgroup, counted by r
-//   Cell         the generated struct of the cell (cell.metal). It has GATES preactivations, of which P = PRODUCTS (all
-//                or none) have a recurrent product; C = CARRIED states besides h; INPUTS of a step; SUMMED parameters;
-//                and KEPT numbers per unit that the backward pass reads
-//   Lanes<Cell>  how LANES adjacent lanes share a unit (pointwise.metal): register j of a lane has number LANES j +
-//                lane of the unit's numbers in an array. All lanes have the unit's states
-//   REGISTERS_OF<N, LANES>   how many registers a lane needs for its part of N numbers
-//   GROUP        LANES * UNITS lanes, which share the product of UNITS units
-//   RUNS         how many runs of 4 neighbouring numbers of an operand a lane multiplies
-//   ROW          how many vectors of 4 floats the operand of one item has
-//   resident     the lane's first RESIDENT weight vectors, in registers
-//   streamed     the weight vectors in memory; a lane reads those that are not resident at every step
-//   z            the input's part of the preactivations, [T, B, D GATES H]
-//   gates        the KEPT numbers of all units, if the call wants them
-//   h, c         the states after each step: h [T, B, D H], and the other states in c [T, B, D C H] (float)
-//   h0, c0, hT, cT   the states before the first step and after the last one
-//   mask, keep   the factor on h in the recurrent product; the factor on all states before a step
-//   lengths      the steps of each item; past its end an item is not `live`
-//   load_all     loads all numbers of a unit; load_blocks, store_blocks: load and store the lane's part of them
-//   Sweep        what a launch processes (fused.metal)
-//   SIZE_FOR<N>  the size to declare for an array of N numbers, at least 1
-//   a, S         the struct of all arrays; the dtype of the arrays
-//   V, Index     the type of a vector of weights; the type that counts elements
+// The struct Cell (cell.metal) has GATES preactivations, of which P = PRODUCTS (all or none) have a recurrent product;
+// C = CARRIED states besides h; INPUTS of a step; SUMMED parameters; and KEPT numbers per unit that the backward pass
+// reads: the array gates, if the call wants them.
 
 // The numbers that a lane reads at one forward step, for one unit of one batch item: its part of z, the inputs of the
 // step, `keep` of this step, and the mask of the next step, because this step writes its new h times that mask for the
@@ -38,8 +17,7 @@ struct ForwardNumbers {
 
 // Read the numbers that a lane needs at step n for batch item b. now: the offset of the step's first element in an
 // array [T, B, D H]. item: the offset of the unit's element in an array [B, D H]; now + item is the unit's position at
-// this step. lane: the lane's index among those that share its unit. If all steps share one mask, the array of masks
-// has only one time index. The last argument of load_all, 0, is the first element of `inputs` to be set.
+// this step. The last argument of load_all, 0, is the first element of `inputs` to be set.
 template <class Cell, int H, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, int b, Index item, int lane, int unit,
@@ -52,49 +30,40 @@ void read_numbers(
   numbers.mask = value_at(a.mask, (sweep.masks_differ ? Index(next) * Index(time_step(sweep, 1, H)) : 0) + item, 1.0f);
 }
 
-// Store the outputs of one forward step, or zeros if the batch item has ended (not `live`). at: the unit's position in
-// an array [steps, B, D H] with the steps of this launch. s: the states after the step, h first. y: the lane's part of
-// the values that the backward pass reads. All lanes of the unit have the states; the last lane writes them.
+// Store the outputs of one forward step, or zeros if the batch item has ended. at: the unit's position in an array
+// [steps, B, D H] with the steps of this launch. s: the states after the step, h first. y: the lane's part of the
+// values that the backward pass reads. All lanes of the unit have the states; the last lane writes them.
 template <class Cell, int H, class S, class Index, class Arrays>
 void store_outputs(
     thread const Arrays& a, bool live, int lane, int unit, Index at, thread const float (&s)[Cell::CARRIED + 1],
     thread float (&y)[REGISTERS_OF<VALUES<Cell>, Lanes<Cell>::LANES>]) {
   constexpr int C = Cell::CARRIED, LANES = Lanes<Cell>::LANES;
-#pragma clang loop unroll(full)
-  for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
+  UNROLL for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;
   store_blocks<Cell::KEPT, LANES, H>(a.gates, at, lane, unit, y);
   if (lane != LANES - 1) return;
   a.h[at] = S(live ? s[0] : 0.0f);
-#pragma clang loop unroll(full)
-  for (int k = 0; k < C; ++k) store(a.c, place_of<C, H>(at, k, unit), live ? s[k + 1] : 0.0f);
+  UNROLL for (int k = 0; k < C; ++k) store(a.c, place_of<C, H>(at, k, unit), live ? s[k + 1] : 0.0f);
 }
 
 // Compute the recurrent products of ROWS batch items. On return sums[r] has the products of the lane's own unit: those
-// of all gates or, with SCATTERS, that of one gate in sums[r][0]. P: how many gates have a product; ALL: one bit for
-// each of them, because all are needed. resident, streamed: the lane's weight vectors in registers and in memory. x:
-// the operand in threadgroup memory, from the first number that this lane multiplies. In the call of add_product, 0 is
-// the lane's first weight vector, and P the number of sums per unit.
+// of all gates or, with SCATTERS, that of one gate in sums[r][0]. ALL: one bit for each gate with a product, because
+// all are needed. x: the operand in threadgroup memory, from the first number that this lane multiplies. In the call of
+// add_product, 0 is the lane's first weight vector, and P the number of sums per unit.
 template <class Cell, int UNITS, int RUNS, int RESIDENT, int ROWS, int SIZE, class V>
 void products_of_unit(
     thread const V* resident, const device V* streamed, threadgroup const float4* x, thread float (&sums)[ROWS][SIZE]) {
   constexpr int P = Cell::PRODUCTS, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, ALL = (1 << P) - 1;
   add_product<ROWS, UNITS * P, RUNS, GROUP, 0, P, ALL, RESIDENT, GROUP * RUNS>(sums, resident, streamed, x);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     sum_over_units<UNITS, P, ALL, LANES>(sums[r]);
     sum_of_own_unit<Cell>(sums[r]);
   }
 }
 
-// Run the forward pass. Past an item's end outputs are 0 and the states stay unchanged. The kernel selects these values
-// with conditions instead of multiplying by 0, because the new states may be NaN there. If fewer than ROWS items are
-// left, the last one is computed several times, with the same results. group: the threadgroup's index along the batch,
-// and the direction. index: the thread's index among the `threads` threads of the threadgroup. s: the lane's number
-// among the GROUP lanes that share a product; lane: its index among those that share its unit. own: its unit. real:
-// whether there is such a unit; if the units fill whole simdgroups, there always is one, and the compiler drops the
-// comparison with H. writes: whether the lane is the one that writes the unit's states. HALF: how many vectors a half
-// of the double buffer has. w: the parameters. norm: the numbers that a lane needs for layer normalisation
-// (fused_norm_own.metal).
+// Run the forward pass. Past an item's end the kernel selects its outputs and states with conditions instead of
+// multiplying by 0, because the new states may be NaN there. own: the lane's unit; a lane without one reads the numbers
+// of `unit` 0. writes: whether the lane is the one that writes the unit's states. w: the parameters. norm: the numbers
+// that a lane needs for layer normalisation (fused_norm_own.metal).
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Arrays>
 void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;
@@ -109,17 +78,17 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
   const device V* streamed = vectors_of_lane<Share::COUNT, V>(a.arranged, sweep.direction, index, threads);
   V resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
-  const auto norm =
-      own_norm_of_lane<Cell, H>(a.norm_eps, a, sweep.direction, lane, unit, real, index, vectors + 2 * HALF);
-  fill_with_zeros(vectors, 2 * HALF + own_norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
+  const auto norm = norm_of_lane<Cell, H>(
+      a.norm_eps, a, sweep.direction, min(lane, int(Cell::GATES) - 1), unit, real && lane < Cell::GATES, index,
+      vectors + 2 * HALF);
+  fill_with_zeros(vectors, 2 * HALF + norm_size<Cell, H, ROWS>(a.norm_eps), index, threads);
   if constexpr (P > 0) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros from the first h
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   Index item[ROWS];  // the unit's position in an array [B, D H]
   float state[ROWS][C + 1], w[SIZE_FOR<Cell::SUMMED>];
   int length[ROWS];
   load_all<Cell::SUMMED, H>(a.params, Index(sweep.direction * H + unit), unit, w, 0);
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1), t = time_of(sweep, sweep.start);
     item[r] = (Index(b) * sweep.D + sweep.direction) * H + Index(unit);
     length[r] = value_at(a.lengths, b, sweep.T);
@@ -138,8 +107,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
     float sums[ROWS][P == 0 ? 1 : UNITS * P] = {};
     ForwardNumbers<Cell> numbers[ROWS];
     // Read these numbers before the product, so that they arrive while the product is computed.
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
       read_numbers<Cell, H>(a, sweep, n, now, b, item[r], lane, unit, numbers[r]);
     }
@@ -147,19 +115,15 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
       products_of_unit<Cell, UNITS, RUNS, RESIDENT>(resident, streamed, before + s, sums);
       normalise_gates<Cell, H>(norm, lane, numbers, sums);
     }
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(a.lengths, t, length[r]);
       float y[REGISTERS_OF<VALUES<Cell>, LANES>], next[C + 1];
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) next[k] = numbers[r].keep * state[r][k];
-#pragma clang loop unroll(full)
-      for (int j = 0; j < REGISTERS_OF<Cell::GATES, LANES>; ++j) y[j] = numbers[r].z[j];
+      UNROLL for (int k = 0; k <= C; ++k) next[k] = numbers[r].keep * state[r][k];
+      UNROLL for (int j = 0; j < REGISTERS_OF<Cell::GATES, LANES>; ++j) y[j] = numbers[r].z[j];
       Lanes<Cell>::forward(lane, w, numbers[r].inputs, sums[r], next, y);
       // Round h to the dtype of the arrays, so that the next step reads the same h that the caller gets.
       next[0] = float(S(next[0]));
-#pragma clang loop unroll(full)
-      for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
+      UNROLL for (int k = 0; k <= C; ++k) state[r][k] = live ? next[k] : state[r][k];
       if (real) store_outputs<Cell, H, S>(a, live, lane, unit, now + (item[r] - earlier), next, y);
       if (P > 0 && writes) number_at(after, r * ROW, place) = state[r][0] * numbers[r].mask;
     }
@@ -167,8 +131,7 @@ void pointwise_forward(thread const Arrays& a, threadgroup float4* vectors, uint
     now += next_now;
     streamed += opaque_zero(sweep);
   }
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     if (!writes) continue;
     a.hT[item[r]] = S(state[r][0]);
     store_all<C, H>(a.cT, item[r], unit, state[r] + 1);

@@ -12,8 +12,6 @@
 //   sizes  T; B; D; H; 1 if the only direction is the reverse one; 1 if each step has its own mask; I, or 0 without x
 //
 // T: steps, B: batch items, D: directions, H: the width of h, I: the width of x, S: the dtype of the arrays.
-// value_at(array, n, v) is array[n], or v if the call does not have the array. store writes an element, or does nothing
-// if the call does not have the array.
 
 // Thread (k, t, d) computes number k % H of batch item k / H, at time index t in direction d.
 //   item   the position of the number in [B, D H]      step   how many numbers a time step of h has

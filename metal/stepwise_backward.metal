@@ -1,37 +1,21 @@
 // One backward time step of a recurrence in one launch: the product dz Wh and the backward step of the cell.
+// stepwise.metal explains the names that all kernels of a step share.
 //
 //   dh_t = mask_next * (dz_next Wh) + cotangent of h_t;   dz_t, carry_t = cell_backward(dh_t, carry_next)
 //
 // "next" is the step that the forward pass processes after t; the launch before this one has computed its gradients. At
 // an item's last step dhT replaces the product. With a projection h = m Wp^T the kernel stepwise_dh first computes
-// dh_t, and the product here is dm = dh_t Wp. A threadgroup computes COLUMNS units of ROWS batch items. First its
-// threads compute the product together. After a barrier each thread computes some pairs of one unit and one item;
-// `cell` is the number of such a pair.
+// dh_t, and the product here is dm = dh_t Wp. A threadgroup computes COLUMNS units of ROWS batch items.
 //
-//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
-//   row          the array that a launch writes, a.after: floats, then numbers of dtype S. a.before: the row of the
-//                launch before
 //   carry        the gradient of a state before the step, without the part that goes through the product
 //   cotangent    the gradient that the caller gives for an output: dh, dc, dgates, dhT, dcT, each in its output's shape
-//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K (terms of a sum), D
-//   b, j         the batch item and the unit
-//   length, live the number of the item's steps; whether the item has not ended at time t
-//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
-//                without T
-//   Cell         the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
-//                with a recurrent product; GRADIENTS, stored gradients of preactivations; CARRIED, states besides h;
-//                KEPT, saved numbers; INPUTS and SUMMED, inputs and parameters of a user's cell; SEGMENTS, parts of the
-//                product
-//   CARRIES<Cell>, FIRST_CARRY<Cell>   how many states have a carry, and the first one: 0 is h
-//   Product      the struct that computes a threadgroup's part `own` of the product, into own.sums (stepwise.metal)
-//
-// The arrays that other files do not describe:
-//   weights      [D, H, K]: the transposed Wh with K = G H, or Wp with K = P, the width of a projected h
+//   weights      [D, H, K]: the transposed Wh with K = G H for G gates, or Wp with K = P, the width of a projected h
 //   dh_now       [B, D P]: with a projection a row with dh_t
 //   gates        [T, B, D KEPT H]. If the call does not have it, the gates are in `rows`, an array with rows of the
 //                forward pass, in the row with the index `row`
 //   q            [D, T, B, H]: the recurrent products of a GRU's candidate
 //   mask, keep   [T or 1, B, D P], which includes keep; [T, B, D]
+// stepwise_forward.metal describes the other arrays.
 
 // One row of the product's operand x: the numbers of one batch item.
 //   dz          a pointer to the number that the product reads next: in dz, which the launch before wrote, or with a
@@ -60,15 +44,14 @@ struct Following {
 };
 
 // Return the time index of the step that the forward pass processes after step s for this item, or -1 if s is the
-// item's last step. length: the item's number of steps. In a reverse direction t counts down; if t is past the item's
-// end, the next step is at length - 1, the last time index of the item.
+// item's last step. In a reverse direction t counts down; if t is past the item's end, the next step is at length - 1,
+// the last time index of the item.
 inline int next_step(thread const Step& s, int length) {
   const int t = s.reverse ? min(s.t, length) - 1 : s.t + 1;
   return t < length ? t : -1;
 }
 
-// Let `row` point to the dz of batch item b in one segment. (A segment is an equal part of the K terms; the product
-// adds up its terms segment by segment.) There are three layouts:
+// Let `row` point to the dz of batch item b in one segment. There are three layouts:
 //   1 segment       all gates together, or dh_t. pitch: how many numbers an item has per direction: K, or more if a
 //                   user's cell stores gradients that no product reads
 //   2 segments      the gates r and z of a GRU whose reset comes before the product. Its candidate has a separate
@@ -109,8 +92,7 @@ void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float 
   if (!row.candidate) return;
   float r[N];
   take<N>(row.r, k, 1.0f, r);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < N; ++e) values[e] *= r[e];
+  UNROLL for (int e = 0; e < N; ++e) values[e] *= r[e];
 }
 
 // Return the operand of the product: with a projection dh_t, which is the row dh_now (first argument); without one
@@ -122,8 +104,8 @@ const device S* dh_or_dz(const device X* row, const device S*) { return (const d
 
 // Return the gradient of h_t[b, j] without the carry: the cotangent dh of step t, plus the gradient that comes from the
 // next step. This is `sum`, a number of the product, times the mask of the next step, because the forward product
-// multiplied mask * h. At the item's last step it is dhT. For a cell without a product (PRODUCTS = 0) it is 0. length:
-// the item's number of steps. width: the width of h.
+// multiplied mask * h. At the item's last step it is dhT. For a cell without a product (PRODUCTS = 0) it is 0. width:
+// the width of h.
 template <class Cell, class Arrays>
 float dh_sum(
     thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j, int width) {
@@ -143,7 +125,6 @@ int floats_of(thread const Arrays& a) { return (is_present(a.keep) ? 2 : 1) * CA
 // For a cell without a recurrent product do nothing.
 //   width        how many columns the result has: units or, in stepwise_dh, numbers of h
 //   gate_width   how many numbers of dz each gate has
-//   own          the threadgroup's part of the result
 // The weights are not divided by gates (OneBlock).
 template <class Cell, class Product, class S, class Arrays>
 void product_of_gradients(
@@ -173,8 +154,7 @@ template <class Cell, class S, class Arrays>
 void take_saved(thread const Step& s, thread const Arrays& a, int b, int j, thread float (&y)[SIZE_FOR<Cell::KEPT>]) {
   constexpr int KEPT = Cell::KEPT;
   const Index units = Index(s.B) * s.D * s.H, behind = carried<S>(Cell::CARRIED * units) + units;
-#pragma clang loop unroll(full)
-  for (int k = 0; k < KEPT; ++k) {
+  UNROLL for (int k = 0; k < KEPT; ++k) {
     const Index block = j + Cell::block(k) * s.H;
     const float in_row = gate_in_row<S>(
         a.rows, a.row, max(behind + KEPT * units, Index(8)), behind + place(s, 0, b, KEPT * s.H) + block);
@@ -190,8 +170,7 @@ void take_needed(
     thread const Step& s, A h, B others, int t, int b, int j, thread float (&states)[Cell::CARRIED + 1]) {
   constexpr int C = Cell::CARRIED;
   states[0] = READ & 1 ? value_at(h, place(s, t, b, s.H) + j, 0.0f) : 0.0f;
-#pragma clang loop unroll(full)
-  for (int k = 1; k <= C; ++k)
+  UNROLL for (int k = 1; k <= C; ++k)
     states[k] = (READ >> k) & 1 ? value_at(others, place(s, t, b, C * s.H) + (k - 1) * s.H + j, 0.0f) : 0.0f;
 }
 
@@ -236,16 +215,13 @@ void live_unit_backward(
   Cell::template constants<Index>(a, s.d, H, j, p);
   const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
   ds[0] = Cell::PASSES_H ? ds[0] + dh : dh;
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= C; ++k) {
+  UNROLL for (int k = 0; k <= C; ++k) {
     if (k > 0) ds[k] += dc[k];
     before[k] *= factor;
   }
   Cell::backward(p, u, y, before, after, ds, d, du, dp_now);
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= C; ++k) unscaled[k] = ds[k], ds[k] *= factor;
-#pragma clang loop unroll(full)
-  for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += dp_now[k];
+  UNROLL for (int k = 0; k <= C; ++k) unscaled[k] = ds[k], ds[k] *= factor;
+  UNROLL for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += dp_now[k];
 }
 
 // The kernel of a backward step. It writes the row a.after, in this order (N carries, V = SUMMED, M = GRADIENTS, U =
@@ -257,8 +233,7 @@ void live_unit_backward(
 //   [B, D U H]         the gradients of the inputs; 0 past an item's end
 // Past an item's end the other numbers are copied from a.before. The reason: in a reverse direction the backward pass
 // reaches the steps past an item's end after the item's own steps, and dh0 and dc0 are computed from the last row.
-//   b0, j0      the threadgroup's first item and unit        units   how many numbers one block has in a row, B D H
-//   params_at   where the parameters' gradients begin in a row       start   where dz begins, in elements of S
+//   params_at   where the parameters' gradients begin in a row
 //   begins      whether this is the first launch of the pass
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_backward(

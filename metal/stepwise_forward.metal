@@ -1,33 +1,14 @@
-// One forward time step of a recurrence in one launch: the recurrent product and the cell.
+// One forward time step of a recurrence in one launch: the recurrent product and the cell. stepwise.metal explains the
+// names that all kernels of a step share.
 //
 //   gates, states = cell(z_t, (mask_t * h_before) Wh^T, keep_t * states_before);   `mask` already includes `keep`
 //
-// A threadgroup computes all gates of UNITS units of ROWS batch items. First its threads compute the product together.
-// After a barrier each thread computes the cell of some pairs of one unit and one item; `cell` is the number of such a
-// pair.
+// A threadgroup computes all gates of UNITS units of ROWS batch items. A row contains, in this order: the C states
+// besides h, [B, D C H], as float; m [B, D H]; if SAVES, the numbers that the backward pass needs (mostly the gates),
+// [B, D KEPT H]. All are 0 past an item's end. m is h or, with a projection, the vector from which a separate launch
+// computes h = m Wp^T.
 //
-//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
-//   row          the array that a launch writes: a.after. a.before is the row of the previous step. A row contains, in
-//                this order: the states besides h, [B, D C H], as float; m [B, D H]; if SAVES, the numbers that the
-//                backward pass needs (mostly the gates), [B, D KEPT H]. All are 0 past an item's end
-//   m            h or, with a projection, the vector from which a separate launch computes h = m Wp^T
-//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
-//   b, j         the batch item and the unit
-//   length, live the number of the item's steps; whether the item has not ended at time t
-//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
-//                without T
-//   Cell         the cell's struct (cell.metal): GATES; block(k), the position of block k of H numbers; PRODUCTS, gates
-//                with a recurrent product; C = CARRIED, states besides h; KEPT, saved numbers; INPUTS of a user's cell;
-//                PASSES_H, whether the cell reads h outside its product
-//   Product      the struct that computes a product, with the constants ROWS, COLUMNS (of a threadgroup) and THREADS.
-//                product<Gates, FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own) multiplies x by the transposed
-//                weights of all gates from FIRST on, UNITS columns per gate, and writes own.sums [ROWS][COLUMNS]
-//   own          the threadgroup's part of the product
-//   x            the operand of the product, of type Previous
-//   group        the threadgroup's number: along units, batch items, directions
-//   S, X         the dtype of the arrays; the type of a row's elements
-//
-// The arrays, G = GATES:
+// The arrays, for G gates:
 //   z            the input's part of the preactivations, [T, B, D G H]
 //   Wh [D, G H, K]   Wp [D, K, H]   h0 [B, D K]   c0 [B, D C H]   lengths [B]   keep [T, B, D]   mask [T or 1, B, D K]
 //   h_before     with a projection h of the previous step, [B, D K]
@@ -60,9 +41,8 @@ template <class S> const device S* first_or(const device S* h0, bool begins, con
   return begins ? h0 : h;
 }
 
-// Let `row` point to h_before and the mask of batch item b. The parameter without a name is the number of a segment (a
-// part of the terms); this product has only one. If all steps share one mask (own_mask is 0), the array of masks has
-// only time index 0.
+// Let `row` point to h_before and the mask of batch item b. This product has only one segment. If all steps share one
+// mask (own_mask is 0), the array of masks has only time index 0.
 template <class S, class Arrays>
 void find_row(thread const Previous<S, Arrays>& x, int b, int, thread PreviousRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
@@ -84,8 +64,7 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
   float factors[N];
   take<N>(row.h, k, 0.0f, values);
   take<N>(row.mask, k, 1.0f, factors);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < N; ++e) values[e] *= factors[e];
+  UNROLL for (int e = 0; e < N; ++e) values[e] *= factors[e];
 }
 
 // Return how many terms each sum of the product has: K, the width of h. But return 0 at step n = 0 without h0. There h
@@ -121,14 +100,11 @@ void take_states(
     take_carries<C>(a.before, c_at, s.H, states, 1);
   }
   const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
-#pragma clang loop unroll(full)
-  for (int k = 0; k <= C; ++k) states[k] *= factor;
+  UNROLL for (int k = 0; k <= C; ++k) states[k] *= factor;
 }
 
 // The kernel of a forward step: compute the product and the cell, and write the row a.after. SAVES: whether the row
 // also gets the numbers that a backward pass reads.
-//   b0, j0    the threadgroup's first item and unit
-//   units     the numbers of one block in a row, B D H       start   where m begins in a row, behind the floats
 //   r         the item's row in `sums`, which has the columns [gate][unit]
 //   y, products, p, u, states   what Cell::forward reads, see cell.metal: y is the input's part of the preactivations,
 //                               p the unit's constants, u the inputs of a user's cell. It returns the new states and,
@@ -167,27 +143,27 @@ void stepwise_forward(
     // Past an item's end the outputs are 0. They are selected with a condition, not multiplied by 0, because the
     // numbers there may be NaN.
     arrays[place(s, 0, b, H) + j] = S(live ? states[0] : 0.0f);
-#pragma clang loop unroll(full)
-    for (int k = 1; k <= C; ++k) states[k] = live ? states[k] : 0.0f;
+    UNROLL for (int k = 1; k <= C; ++k) states[k] = live ? states[k] : 0.0f;
     set_carries<C>(a.after, place(s, 0, b, C * H) + j, H, states, 1);
     for (int k = 0; k < KEPT; ++k) arrays[units + kept_at + Cell::block(k) * H] = S(live ? y[k] : 0.0f);
   }
   pad_row(a.after, start + units * (1 + KEPT), group, 32 * simdgroup + lane);
 }
 
-// Compute h [B, D P] = m Wp^T of one step, for a projection Wp [D, P, H]. This kernel is the second launch of each
-// step. Here s.H is P, the number of columns of the product, and s.K is the number of units. m is in a.before, the row
-// of the step's first launch, behind its B D H floats of c. The weights Wp are not divided by gates (OneBlock), and
-// each sum is computed in one part (1 segment). The launch has a.numbers only if h is clipped, to the range from
-// -numbers[2] to numbers[2].
-template <class Product, class S, class Arrays>
+// Compute h [B, D P] = m Wp^T of one step, for a projection Wp [D, P, H]. This kernel is the last launch of each step.
+// Here s.H is P, the number of columns of the product, and s.K is the number of units. m is in a.before, the row of the
+// launch before, behind its FLOATS floats per unit (c). The weights Wp are not divided by gates (OneBlock), and each
+// sum is computed in one part (1 segment). The launch has a.numbers only if h is clipped, to the range from -numbers[2]
+// to numbers[2]. The backward step of a cell with a norm launches this kernel, too, with the transposed Wp: then it
+// computes dm [B, D H] = dh Wp from the row with dh [B, D P], in which FLOATS is 0.
+template <class Product, int FLOATS, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
   const Step s = step_of(a.step, a.sizes, group.z);
   const int P = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Block own = {b0, j0, simdgroup, lane, sums};
-  const Items<S> x = items_of(s, (const device S*)a.before + carried<S>(Index(s.B) * s.D * s.K), s.K);
+  const Items<S> x = items_of(s, (const device S*)a.before + carried<S>(FLOATS * (Index(s.B) * s.D * s.K)), s.K);
   Product::template product<OneBlock, 0, COLUMNS, 1>(x, rows_from(a.Wp, Index(s.d) * P, s.K), s.B, P, s.K, own);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);

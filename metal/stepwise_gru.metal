@@ -4,38 +4,14 @@
 //   forward   stepwise_gru_reset: r, z and r mask h_before       stepwise_gru_candidate: n and the new h
 //   backward  stepwise_backward: the gradients of z and n        stepwise_gru_reset_backward: those of r and of r h
 //
-// A threadgroup computes some units of ROWS batch items. First its threads compute the product together. After a
-// barrier each thread computes some pairs of one unit and one item; `cell` is the number of such a pair.
-//
-//   r, z, n      the gates: reset, update, candidate. The array a.z is not the gate z: it is the input's part of the
-//                preactivations, [T, B, D 3H]
-//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
-//   row          the array that a launch writes: a.after. a.before: the row of the step processed before this one
-//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K, D
-//   b, j         the batch item and the unit
-//   length, live the number of the item's steps; whether the item has not ended at time t
-//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
-//                without T
-//   at, units    the position of a unit's number in an array [B, D H]; how many numbers such an array has
-//   b0, j0       the threadgroup's first item and unit
-//   group        the threadgroup's number: along units, batch items, directions
-//   Cell         the GRU's struct: GATE_R, GATE_Z, GATE_N number the gates; block(gate) is the position of its H
-//                numbers
-//   Product      the struct that computes a product, with the constants ROWS, COLUMNS (of a threadgroup) and THREADS.
-//                product<Gates, FIRST, UNITS, SEGMENTS>(x, weights, B, H, K, own) multiplies x by the transposed
-//                weights of the gates from FIRST on, UNITS columns per gate, and writes own.sums [ROWS][COLUMNS]
-//   own          the threadgroup's part of the product
-//   S, Index     the dtype of the arrays; the integer type that counts elements
-//   pad_row      fills a row up to 8 elements, because MLX would pass a shorter array in another address space
-//
-//   Wh  [D, 3H, H]     h0  [B, D H]     keep  [T, B, D]     mask  [T or 1, B, D H], including keep     lengths  [B]
-// stepwise_forward.metal and stepwise_backward.metal describe the other arrays, and Previous, the operand mask
-// h_before.
+// r, z, n are the gates reset, update and candidate. The array a.z is not the gate z: it is the input's part of the
+// preactivations, [T, B, D 3H]. stepwise.metal explains the names that all kernels of a step share,
+// stepwise_forward.metal and stepwise_backward.metal the arrays, and Previous, the operand mask h_before.
 
 // First launch of a forward step: compute the gates r and z, and r * mask * h_before, the operand of the candidate's
 // product. a.after [3, B, D H] gets r * mask * h_before, r and z, in this order. The second launch reads this array as
-// `reset_row`. The product has the columns of the two gates r (number 0) and z, so UNITS is half of COLUMNS; each sum
-// is computed in one part (1 segment). x: the operand mask * h_before. y: the gates r and z of a unit.
+// `reset_row`. The product has the columns of the two gates r (number 0) and z, so UNITS is half of COLUMNS. y: the
+// gates r and z of a unit.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -71,8 +47,7 @@ void stepwise_gru_reset(
 // Second launch of a forward step: compute the candidate n and the new h, and write the row a.after: h [B, D H], then,
 // if SAVES, the gates [B, D 3H] for a backward pass. All are 0 past an item's end.
 //   reset_row   the row of the first launch, [3, B, D H]: r * mask * h_before (the operand x of the product), r, z
-//   N           the candidate's gate number. The product has only the candidate's columns; each sum is computed in one
-//               part (1 segment). rows_from returns the 3 H rows of Wh that belong to this direction
+//   N           the candidate's gate number. The product has only the candidate's columns
 //   last, h     h before the step, and times `keep`
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_gru_candidate(
@@ -111,9 +86,8 @@ void stepwise_gru_candidate(
 //             the cotangent so far
 //   after     a copy of now_row, with the gradient of r and the new carry
 //   weights   [D, H, H], the transposed Wh of the candidate, which is not divided by gates (OneBlock)
-//   x         the operand: the candidate's dz, from items_of, in rows of 3H numbers per direction
+//   x         the operand: the candidate's dz, in rows of 3H numbers per direction
 //   carry     the gradient of h_before without the part that goes through the products of the gates r and z
-//   start     where dz begins in a row, behind the floats
 // An item that has ended (t >= length) keeps its numbers.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset_backward(

@@ -9,23 +9,13 @@
 // Simdgroup s computes the columns s, s + 8, ... for all items. Its lanes divide the K terms of a sum: each multiplies
 // four neighbouring terms at a time, lane l the terms 4 l, 128 + 4 l, ... At the end the lanes' sums are added up.
 //
-//   x            the operand, one row of K numbers per batch item
-//   row          a position in x, of type X::Row. find_row(x, b, segment, row) lets `row` point to one of the SEGMENTS
-//                equal parts of item b's numbers; operands_at<N>(row, k, values) reads N numbers from number k on;
-//                move(row, n) goes n numbers further. Only a GRU's backward step has several segments: it multiplies
-//                one of them by a gate
-//   weights      [., K]: H rows per gate, one row for each column of the result
-//   Gates        Gates::block(gate) is the position of a gate's H rows in `weights`, in blocks of H
-//   B, H, K      the number of batch items, of units, of terms per sum
-//   block        a threadgroup's part of the result: its first item b0 and unit j0, the thread's simdgroup and lane,
-//                and `sums`, threadgroup memory for the result
-//   ROWS, COLUMNS   how many items and columns a threadgroup computes
+// stepwise.metal explains the operand x, its row type and the functions that read it. Only a GRU's backward step has
+// several SEGMENTS: it multiplies one of them by a gate. `weights` has H rows of K numbers per gate; Gates::block(gate)
+// is the position of a gate's rows, in blocks of H.
 //   OWN          how many columns a simdgroup computes, COLUMNS / 8
 //   rows         this lane's pointers into x, one per item
 //   columns      this lane's pointers into the weights, one for each column that its simdgroup computes
 //   partial      [OWN][ROWS]: this lane's share of each sum
-//   Index, W     the integer type that counts elements of arrays; the type of a pointer to weights
-//
 // Batch items and units past the end are computed from the numbers of the last ones (min), and their results are not
 // used.
 
@@ -36,18 +26,15 @@
 template <int N, int ROWS, int OWN, class R, class C>
 void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thread float (&partial)[OWN][ROWS]) {
   float operands[ROWS][N], w[OWN][N];
-#pragma clang loop unroll(full)
-  for (int n = 0; n < OWN; ++n) {
+  UNROLL for (int n = 0; n < OWN; ++n) {
     operands_at<N>(columns[n], 0, w[n]);
     move(columns[n], step);
   }
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r) {
+  UNROLL for (int r = 0; r < ROWS; ++r) {
     operands_at<N>(rows[r], 0, operands[r]);
     move(rows[r], step);
   }
-#pragma clang loop unroll(full)
-  for (int part = 0; part < OWN * ROWS * N; ++part) {
+  UNROLL for (int part = 0; part < OWN * ROWS * N; ++part) {
     const int e = part / (OWN * ROWS), n = part / ROWS % OWN, r = part % ROWS;
     partial[n][r] += operands[r][e] * w[n][e];
   }
@@ -65,8 +52,7 @@ void add_products(
   for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
 }
 
-// The 256 threads of a threadgroup compute the recurrent products of HEIGHT batch items for WIDTH columns. A column is
-// one unit of one gate, and its products use one row of the weights.
+// The 256 threads of a threadgroup compute the recurrent products of HEIGHT batch items for WIDTH columns.
 template <int HEIGHT, int WIDTH>
 struct ByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };
@@ -81,24 +67,21 @@ struct ByLanes {
     float partial[OWN][ROWS];
     typename X::Row rows[ROWS];
     ItemsRow<W> columns[OWN];
-#pragma clang loop unroll(full)
-    for (int part = 0; part < OWN * ROWS; ++part) partial[part / ROWS][part % ROWS] = 0.0f;
+    UNROLL for (int part = 0; part < OWN * ROWS; ++part) partial[part / ROWS][part % ROWS] = 0.0f;
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       const int length = K / SEGMENTS;
-#pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n) {  // column 8 n + simdgroup; UNITS is a multiple of 8, so 8 n decides / and %
+      // Column 8 n + simdgroup; UNITS is a multiple of 8, so 8 n decides / and %.
+      UNROLL for (int n = 0; n < OWN; ++n) {
         const int gate = Gates::block(FIRST + 8 * n / UNITS), unit = min(j0 + 8 * n % UNITS + simdgroup, H - 1);
         columns[n].values = weights + (Index(gate) * H + unit) * K + segment * length + 4 * lane;
       }
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
+      UNROLL for (int r = 0; r < ROWS; ++r) {
         find_row(x, min(b0 + r, B - 1), segment, rows[r]);
         move(rows[r], 4 * lane);
       }
       add_products(rows, columns, 4 * lane, length, partial);
     }
-#pragma clang loop unroll(full)
-    for (int part = 0; part < OWN * ROWS; ++part) {
+    UNROLL for (int part = 0; part < OWN * ROWS; ++part) {
       const int n = part / ROWS, r = part % ROWS;
       const float sum = simd_sum(partial[n][r]);
       if (lane == 0) block.sums[r * COLUMNS + simdgroup + 8 * n] = sum;

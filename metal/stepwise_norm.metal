@@ -1,4 +1,5 @@
 // One time step of a cell with layer normalisation: y = (x - mean) / sqrt(variance + eps), result = y scale + shift.
+// stepwise.metal explains the names that all kernels of a step share, norm.metal the constants of Norm<Cell>.
 //
 // A norm needs all units of a batch item, whose products several threadgroups compute. So a step has two launches:
 //   forward   stepwise_norm_product: recurrent products      stepwise_norm_forward: norms and cell
@@ -6,23 +7,6 @@
 // A projection adds a launch. In the second launch a threadgroup has one batch item, and its thread n has the units n,
 // n + 256, ... A thread loops over its units once for the sums of each norm, then for the results. Each loop computes
 // the units again, because there may be too many to keep them in registers.
-//
-//   a            the struct of all arrays; value_at(array, n, v) is array[n], or v if the call does not have the array
-//   row          the array that a launch writes, a.after: floats, then numbers of dtype S. a.before: the row before
-//   carry        backward: the gradient of c (LSTM), or that of h without the part that goes through the product (GRU)
-//   s            the step: time t, number n in processing order, direction d, sizes T, B, H, K (width of h), D
-//   place(s, t, b, width)   the position of item b at time t in an array [T, B, D width]; t = 0 for an array
-//                without T
-//   b, j         the batch item and the unit
-//   live, starts whether the item has not ended at this step; whether this is its first step
-//   Cell         the cell's struct (cell.metal): GATES; block(gate), a gate's place on the gate axis; CARRIED, how many
-//                states besides h; CARRIES<Cell>, how many carries; KEPT, saved numbers (gates)
-//   Norm<Cell>   the norms (norm.metal): OF, what is normalised; IS_SUM, with the input's part z; IS_EACH, each gate by
-//                itself; GROUPS, how many norms the gates have; HAS_C, c is normalised; IN_STATE, also in the state
-//   Product      the struct that computes a threadgroup's part `own` of the product, ROWS items and COLUMNS columns,
-//                into own.sums (stepwise.metal). The second launches do not use it
-//   keep         the factors on the states before a step, [T, B, D]
-//   group        the threadgroup's number: along columns, batch items, directions
 //
 // Arrays of the norms, for G gates and R norms (stepwise_forward.metal and stepwise_backward.metal describe the
 // others):
@@ -98,12 +82,8 @@ void sum_over_threadgroup(thread float (&of)[N], int simdgroup, int lane, thread
 }
 
 // The first launch of a forward step: compute the recurrent products of all gates and units, x Wh^T with x = mask *
-// h_before, and write them to a.after [B, D G H] as floats. (The type of x, Previous, is in stepwise_forward.metal.)
-//   width      the number of columns of the product, G H per direction. Here the weights are not divided by gates
-//              (OneBlock), and each sum is computed in one part (1 segment)
-//   b0, j0     the first batch item and column of the threadgroup; a `cell` is one number of the result
-//   start      where h begins in the previous row, behind the floats; h_of returns a pointer to it
-// pad_row fills a row up to 8 elements, because MLX would pass a shorter array in another address space.
+// h_before, and write them to a.after [B, D G H] as floats. width: the number of columns of the product, G H per
+// direction. Here the weights are not divided by gates (OneBlock), and a `cell` is one number of the result.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_product(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -124,7 +104,7 @@ void stepwise_norm_product(
 
 // Return the number that is normalised for one gate and unit j of batch item b: the recurrent product or, if IS_SUM,
 // the sum of this product and z, the input's part of the preactivation. width: how many numbers of gates there are per
-// direction. carry_at reads a float of a row.
+// direction.
 template <class Cell, class Arrays>
 float before_norm(thread const Step& s, thread const Arrays& a, int b, int gate, int j) {
   const int width = Cell::GATES * s.H, block = Cell::block(gate) * s.H + j;
@@ -188,8 +168,7 @@ float normed_output(
 // The second launch of a forward step: compute the norms and the cell, and write the row a.after: c as float, h and, if
 // SAVES, the gates for a backward pass. A cell without norms writes the same row (stepwise_forward.metal). The first
 // loop computes the moments of the gates' norms, the second loop those of c, and the third loop computes and writes the
-// results. Each norm has its own part of the threadgroup memory `sums`, so one barrier per norm is enough. All threads
-// of a threadgroup have the same batch item, so either all threads reach a barrier or none does.
+// results. Each norm has its own part of the threadgroup memory `sums`, so one barrier per norm is enough.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_norm_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -260,112 +239,100 @@ void stepwise_norm_dh0(
   stepwise_dh<CellForDh<Cell, Cell::PASSES_H != 0>, Product, S>(a, sums, group, simdgroup, lane);
 }
 
-// Compute dm [B, D H] = dh_t Wp, the gradient of m, if there is a projection h = m Wp^T with Wp [K, H] per direction.
-// This launch runs between the two launches of a backward step. a.dh_now: the row with dh_t [B, D K]. a.weights: the
-// transposed Wp. They are not divided by gates (OneBlock), and each sum is computed in one part (1 segment).
-template <class Product, class S, class Arrays>
-void stepwise_norm_dm(
-    thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
-  constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
-  const Step s = step_of(a.step, a.sizes, group.z);
-  const int b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
-  const Block own = {b0, j0, simdgroup, lane, sums};
-  const Items<S> x = items_of(s, (const device S*)a.dh_now, s.K);
-  Product::template product<OneBlock, 0, COLUMNS, 1>(x, a.weights + Index(s.d) * s.H * s.K, s.B, s.H, s.K, own);
-  for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
-    const int b = b0 + int(cell / COLUMNS), j = j0 + int(cell % COLUMNS);
-    if (b < s.B && j < s.H) ((device S*)a.after)[place(s, 0, b, s.H) + j] = S(sums[cell]);
-  }
-  pad_row(a.after, Index(s.B) * s.D * s.H, group, 32 * simdgroup + lane);
-}
-
-// The gradients of one unit at one step. The function unit_gradients computes them.
-//   dz      the gradients of its preactivations, one per gate
-//   carry   the gradient of c before the step, or that of h without the part that goes through the products; it is
-//           not yet multiplied by `keep`
-//   of_c    the gradient of the result of the norm of c
-template <int GATES>
+// The gradients of one unit at one step.
+//   ds         the carries: gradients of the states before the step, without the part through the products, h first
+//   unscaled   the carries before their multiplication by `keep`
+//   d          the gradients of the preactivations         du   the gradients of a user's cell's inputs
+//   dp         the gradients of its parameters, summed over the steps so far
+//   of_c       the gradient of the result of the norm of c
+template <class Cell>
 struct UnitGradients {
-  float dz[GATES], carry, of_c;
+  float ds[Cell::CARRIED + 1], unscaled[Cell::CARRIED + 1], dp[SIZE_FOR<Cell::SUMMED>];
+  float d[Cell::GRADIENTS], du[SIZE_FOR<Cell::INPUTS>], of_c;
 };
 
-// Compute two gradients of an LSTM whose output is m = o s_output(norm(c)), from dm, the gradient of m: d.of_c, the
-// gradient of norm(c), and d.dz[GATE_O], the gradient of the preactivation of gate o.
-//   y, p    the gates; the constants of the unit, such as peephole weights
-//   seen    norm(c)      s   on return s_output(seen)
-//   d       on entry d.dz[GATE_O] is the cotangent of gate o (the gradient that the caller gives for it), and d.carry
-//           the gradient of the new c without the part that goes through m
-// If IN_STATE, the next step got norm(c), so d.carry is added to d.of_c and becomes 0. Otherwise d.carry is the
-// gradient of c before the norm, without the part that goes through m.
-template <class Cell>
-void norm_of_c_backward(
-    thread const float (&y)[4], thread const float (&p)[Cell::CONSTANTS], float seen, float dm, thread float& s,
-    thread UnitGradients<4>& d) {
-  constexpr int O = Cell::GATE_O;
-  s = activate(Cell::activation(Cell::OUTPUT), seen);
-  d.dz[O] = Cell::gate_backward(d.dz[O], dm, s, slope(Cell::activation(O), y[O]));
-  if (Cell::PEEPHOLE == Cell::O_SEES_CURRENT) d.carry += d.dz[O] * p[O];
-  d.of_c = Cell::state_backward(Norm<Cell>::IN_STATE ? d.carry : 0.0f, dm, y[O], s);
-  if (Norm<Cell>::IN_STATE) d.carry = 0.0f;
+// Compute the gradients g of a live unit of an LSTM with a norm of c: m = o s_output(norm(c)). has_sums, c_sums: as in
+// unit_gradients. dm: the gradient of m.
+//   y, p            the saved gates; the unit's constants
+//   before, after   the states before the step, times `keep`, and after it: h first, then c
+//   dc              the gradient of the new c without the part that goes through m
+//   seen            norm(c), with scale and shift: the c that the output sees
+// Cell::backward changes `ds` from the gradients of `after` to those of `before`. u, du and dp are for other cells.
+template <class Cell, class S, class Arrays>
+void normed_state_backward(
+    thread const Step& s, thread const Arrays& a, int b, int j, float dm, bool has_sums,
+    thread const float (&c_sums)[2], thread UnitGradients<Cell>& g) {
+  constexpr int O = Cell::GATE_O, NORMS = Norm<Cell>::OF == NOTHING ? 1 : Norm<Cell>::GROUPS + 1;
+  const Index now = place(s, s.t, b, s.H) + j, scale_at = Index(s.d) * s.H + j;
+  float y[Cell::KEPT], before[2], after[2], ds[2] = {}, p[Cell::CONSTANTS], u[1], du[1], dp[1];
+  take_saved<Cell, S>(s, a, b, j, y);
+  take_both_states<Cell>(s, a, is_first(s, value_at(a.lengths, b, s.T)), b, j, before, after);
+  Cell::template constants<Index>(a, s.d, s.H, j, p);
+  const float keep = value_at(a.keep, place(s, s.t, b, 1), 1.0f), normed = a.norm_c_y[now];
+  const float scale = float(a.norm_c[scale_at]);
+  const float seen = Norm<Cell>::IN_STATE ? after[1] : normed * scale + float(a.norm_c[Index(s.D) * s.H + scale_at]);
+  const float output = activate(Cell::activation(Cell::OUTPUT), seen);
+  float dc = g.ds[1] + value_at(a.dc, now, 0.0f);
+  g.d[O] = Cell::gate_backward(g.d[O], dm, output, slope(Cell::activation(O), y[O]));
+  if (Cell::PEEPHOLE == Cell::O_SEES_CURRENT) dc += g.d[O] * p[O];
+  // If IN_STATE, the next step got norm(c), so dc is a part of the gradient of norm(c). Otherwise dc is the gradient of
+  // c before the norm.
+  g.of_c = Cell::state_backward(Norm<Cell>::IN_STATE ? dc : 0.0f, dm, y[O], output);
+  if (Norm<Cell>::IN_STATE) dc = 0.0f;
+  if (!has_sums) return;
+  before[1] *= keep;
+  const float of_norm = a.norm_r[place(s, s.t, b, NORMS) + NORMS - 1];
+  ds[1] = dc + (g.of_c * scale - (c_sums[0] + normed * c_sums[1]) / s.H) * of_norm;
+  // Cell::backward must know whether the clip changed c. The clip comes before the norm. If the next step gets the
+  // normalised c (IN_STATE), the saved c is the normalised one. So c before clip and norm is computed again.
+  if (Norm<Cell>::IN_STATE) after[1] = y[Cell::GATE_F] * before[1] + y[Cell::GATE_I] * y[Cell::GATE_G];
+  // The gradients that go through m are known, among them of_o, that of gate o's preactivation. So Cell::backward gets
+  // 0 as the gradient of m (ds[0]) and for gate o, and of_o is restored afterwards.
+  const float of_o = g.d[O];
+  g.d[O] = 0.0f;
+  Cell::backward(p, u, y, before, after, ds, g.d, du, dp);
+  g.d[O] = of_o;
+  if (Cell::PEEPHOLE == Cell::O_SEES_PREVIOUS) ds[1] += of_o * p[O];
+  g.unscaled[1] = ds[1], g.ds[1] = ds[1] * keep;
 }
 
-// Compute d, the gradients of unit j of batch item b at this step. The norm of c needs two sums over all units, c_sums:
-// the sum of g = scale * d.of_c, and the sum of g times norm_c_y. The kernel calls this function first to compute these
-// sums. In that call has_sums is false, and the function returns as soon as d.of_c is known.
-//   starts          whether this is the item's first step: the states before it are h0 and c0
-//   y, p, u         the saved gates; the unit's constants; u[0] is q, the product of a GRU's candidate
-//   before, after   the states before the step, times `keep`, and after it: h first, then c
-//   ds              their gradients: on entry of Cell::backward those of `after`, on return those of `before`
-//   du, dp          gradients that only a user's cell has; unused here
+// Compute g, the gradients of unit j of batch item b at this step; on entry they are zeros. The carries and the sums dp
+// continue those that the launch before wrote, from params_at on in its row. The first launch of the pass takes dcT
+// instead, the cotangent of the last states besides h. (The cotangent of the last h is already in dh_t.) If the item
+// has ended (not `live`), nothing is added. The norm of c needs two sums over all units, c_sums: the sum of
+// scale * g.of_c, and the sum of these numbers times norm_c_y. To compute them the kernel first calls this function
+// with has_sums = false; then only g.of_c is valid.
 template <class Cell, class S, class Arrays>
 void unit_gradients(
-    thread const Step& s, thread const Arrays& a, int b, int j, bool starts, bool has_sums,
-    thread const float (&c_sums)[2], thread UnitGradients<Cell::GATES>& d) {
-  constexpr int GATES = Cell::GATES, C = Cell::CARRIED;
+    thread const Step& s, thread const Arrays& a, int b, int j, bool live, Index params_at, bool has_sums,
+    thread const float (&c_sums)[2], thread UnitGradients<Cell>& g) {
+  constexpr int C = Cell::CARRIED, N = CARRIES<Cell>, FIRST = FIRST_CARRY<Cell>, SUMMED = Cell::SUMMED;
   const int H = s.H;
-  const Index at = place(s, 0, b, H) + j, now = place(s, s.t, b, H) + j;
-  float y[GATES], before[C + 1], after[C + 1], ds[C + 1] = {};
-  float p[SIZE_FOR<Cell::CONSTANTS>], u[1], du[1], dp[1];
-  for (int gate = 0; gate < GATES; ++gate) {
-    const Index gate_now = place(s, s.t, b, GATES * H) + j + Cell::block(gate) * H;
-    y[gate] = value_at(a.gates, gate_now, 0.0f), d.dz[gate] = value_at(a.dgates, gate_now, 0.0f);
-  }
-  d.carry = d.of_c = 0.0f;
-  if (CARRIES<Cell>) d.carry = s.n + 1 == s.T ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
-  d.carry += value_at(a.dc, now, 0.0f);
-  take_both_states<Cell>(s, a, starts, b, j, before, after);
-  const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
-  for (int k = 0; k <= C; ++k) before[k] *= factor;
-  u[0] = value_at(a.q, place_by_direction(s, b, H) + j, 0.0f);
-  const float dh = float(((const device S*)a.dh_now)[at]);
-  Cell::template constants<Index>(a, s.d, H, j, p);
-  if constexpr (Norm<Cell>::HAS_C != 0) {
-    const Index scale_at = Index(s.d) * H + j;
-    const float normed = a.norm_c_y[now], scale = float(a.norm_c[scale_at]);
-    const float seen = Norm<Cell>::IN_STATE ? after[1] : normed * scale + float(a.norm_c[Index(s.D) * H + scale_at]);
-    float output;
-    norm_of_c_backward<Cell>(y, p, seen, dh, output, d);
-    if (!has_sums) return;
-    constexpr int NORMS = Norm<Cell>::OF == NOTHING ? 1 : Norm<Cell>::GROUPS + 1;
-    const float of_norm = a.norm_r[place(s, s.t, b, NORMS) + NORMS - 1];
-    ds[1] = d.carry + (d.of_c * scale - (c_sums[0] + normed * c_sums[1]) / H) * of_norm;
-    // Cell::backward must know whether the clip changed c. The clip comes before the norm. If the next step gets the
-    // normalised c (IN_STATE), the saved c is the normalised one. So c before clip and norm is computed again.
-    if (Norm<Cell>::IN_STATE) after[1] = y[Cell::GATE_F] * before[1] + y[Cell::GATE_I] * y[Cell::GATE_G];
-    // m is the output gate times the activation of the normalised c. norm_of_c_backward has already computed the
-    // gradients that go through m, among them of_o, that of the output gate's preactivation. So Cell::backward gets 0
-    // as the gradient of m (ds[0]) and for the output gate, and of_o is restored afterwards.
-    const float of_o = d.dz[Cell::GATE_O];
-    d.dz[Cell::GATE_O] = 0.0f;
-    Cell::backward(p, u, y, before, after, ds, d.dz, du, dp);
-    d.dz[Cell::GATE_O] = of_o;
-    d.carry = ds[1];
-    if (Cell::PEEPHOLE == Cell::O_SEES_PREVIOUS) d.carry += of_o * p[Cell::GATE_O];
+  if (s.n + 1 == s.T) {
+    take_blocks<C>(a.dcT, place(s, 0, b, C * H) + j, H, g.ds, 1);
   } else {
-    ds[C] = d.carry;
-    ds[0] = Cell::PASSES_H ? dh + d.carry : dh;
-    Cell::backward(p, u, y, before, after, ds, d.dz, du, dp);
-    d.carry = CARRIES<Cell> ? ds[C] : 0.0f;
+    take_carries<N>(a.before, place(s, 0, b, N * H) + j, H, g.ds, FIRST);
+    take_carries<SUMMED>(a.before, params_at + place(s, 0, b, SUMMED * H) + j, H, g.dp, 0);
+  }
+  if (!live) return;
+  for (int k = 0; k < Cell::GRADIENTS; ++k)
+    g.d[k] = value_at(a.dgates, place(s, s.t, b, Cell::GRADIENTS * H) + Cell::block(k) * H + j, 0.0f);
+  const float dh = float(((const device S*)a.dh_now)[place(s, 0, b, H) + j]);
+  if constexpr (Norm<Cell>::HAS_C != 0) normed_state_backward<Cell, S>(s, a, b, j, dh, has_sums, c_sums, g);
+  else live_unit_backward<Cell, S>(s, a, b, j, dh, g.ds, g.unscaled, g.dp, g.d, g.du);
+}
+
+// Compute the gradients of a live unit and, from them, `scaled`: for each gate the gradient of the result of its norm
+// times the norm's scale.
+template <class Cell, class S, class Arrays>
+void scaled_gradients(
+    thread const Step& s, thread const Arrays& a, int b, int j, thread const UnitGradients<Cell>& g,
+    thread float (&scaled)[Cell::GATES]) {
+  float y[SIZE_FOR<Cell::KEPT>];
+  take_saved<Cell, S>(s, a, b, j, y);
+  for (int gate = 0; gate < Cell::GATES; ++gate) {
+    const Index scale_at = (Index(s.d) * Cell::GATES + Cell::block(gate)) * s.H + j;
+    scaled[gate] = Cell::product_gradient(gate, y, g.d) * value_at(a.norm_scale, scale_at, 1.0f);
   }
 }
 
@@ -374,107 +341,80 @@ void unit_gradients(
 // The second loop adds up the sums for the norms of the gates: of[2 n] is the sum of g, and of[2 n + 1] the sum of g y,
 // over the numbers of norm n. g is the gradient of the norm's result times its scale (`scaled`). Each norm has its own
 // part of the threadgroup memory `sums`. The third loop computes the gradient of x, (g - mean(g) - y mean(g y)) /
-// sqrt(variance + eps), and writes the row a.after:
-//   [B, D H]    float: the carry, which the launch of the step before reads
-//   [B, D H]    float, with `keep` only: the carry before its multiplication by keep
+// sqrt(variance + eps), and writes the row a.after (N carries, V = SUMMED, G = GATES, U = INPUTS, M = GRADIENTS):
+//   [B, D N H]  float: the carries, which the launch of the step before reads
+//   [B, D N H]  float, with `keep` only: the carries before their multiplication by keep
+//   [B, D V H]  float: the gradients of the parameters, summed over all steps so far
 //   [B, D G H]  the gradients of the recurrent products
-//   [B, D G H]  if the gates have norms: dz, the gradients of the preactivations
+//   [B, D U H]  the gradients of the inputs
+//   [B, D M H]  if the gates have norms: the gradients of the preactivations, those of the norms' results first
 //   [B, D H]    with a norm of c: the gradient of the result of this norm
-// For an item that has ended (not `live`) the loops add nothing to the sums, and its carry and its gradients of
-// products are copied from a.before. The first launch of the pass (`begins`) has no row before it. There the carry is
-// dcT, the cotangent of the last c, and the gradients of products are 0.
+// For an item that has ended (not `live`) the loops add nothing to the sums, and its carries and its gradients of
+// products are copied from a.before. In the first launch of the pass (`begins`), which has no row before it, the
+// gradients of products are 0.
+// params_at: where the gradients of the parameters begin in a row.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_backward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
-  using N = Norm<Cell>;
-  constexpr int GATES = Cell::GATES, NORMS = N::GROUPS + N::HAS_C;
-  constexpr bool OF_PRODUCTS = N::OF != NOTHING;
-  constexpr int BLOCKS = (OF_PRODUCTS ? 2 : 1) * GATES;
+  using Normed = Norm<Cell>;
+  constexpr int GATES = Cell::GATES, N = CARRIES<Cell>, FIRST = FIRST_CARRY<Cell>, SUMMED = Cell::SUMMED;
+  constexpr int INPUTS = Cell::INPUTS, NORMS = Normed::GROUPS + Normed::HAS_C;
+  constexpr bool OF_PRODUCTS = Normed::OF != NOTHING;
+  constexpr int GRADIENTS = OF_PRODUCTS ? int(Cell::GRADIENTS) : 0, BLOCKS = GATES + INPUTS + GRADIENTS;
   const Step s = step_of(a.step, a.sizes, group.z);
-  const int H = s.H, b = int(group.y), first = 32 * simdgroup + lane, length = value_at(a.lengths, b, s.T);
+  const int H = s.H, b = int(group.y), first = 32 * simdgroup + lane;
   const Index units = Index(s.B) * s.D * H, start = carried<S>(floats_of<Cell>(a) * units);
-  const bool starts = is_first(s, length), live = s.t < length, begins = s.n + 1 == s.T;
-  float c_sums[2] = {}, of[2 * N::GROUPS] = {};
-  if constexpr (N::HAS_C != 0) {
+  const Index params_at = (is_present(a.keep) ? 2 : 1) * N * units;
+  const bool live = s.t < value_at(a.lengths, b, s.T), begins = s.n + 1 == s.T;
+  float c_sums[2] = {}, of[2 * Normed::GROUPS] = {}, scaled[GATES];
+  if constexpr (Normed::HAS_C != 0) {
     for (int j = first; live && j < H; j += ITEM_THREADS) {
-      UnitGradients<GATES> d = {};
-      unit_gradients<Cell, S>(s, a, b, j, starts, false, c_sums, d);
-      const float scaled = d.of_c * float(a.norm_c[Index(s.d) * H + j]);
-      of[0] += scaled, of[1] += scaled * float(a.norm_c_y[place(s, s.t, b, H) + j]);
+      UnitGradients<Cell> g = {};
+      unit_gradients<Cell, S>(s, a, b, j, live, params_at, false, c_sums, g);
+      const float of_c = g.of_c * float(a.norm_c[Index(s.d) * H + j]);
+      of[0] += of_c, of[1] += of_c * float(a.norm_c_y[place(s, s.t, b, H) + j]);
     }
     c_sums[0] = of[0], c_sums[1] = of[1], of[0] = of[1] = 0.0f;
-    sum_over_threadgroup(c_sums, simdgroup, lane, sums + 2 * ITEM_SIMDGROUPS * N::GROUPS);
+    sum_over_threadgroup(c_sums, simdgroup, lane, sums + 2 * ITEM_SIMDGROUPS * Normed::GROUPS);
   }
   if constexpr (OF_PRODUCTS) {
     for (int j = first; live && j < H; j += ITEM_THREADS) {
-      float y[GATES];
-      UnitGradients<GATES> d = {};
-      unit_gradients<Cell, S>(s, a, b, j, starts, true, c_sums, d);
-      for (int gate = 0; gate < GATES; ++gate)
-        y[gate] = value_at(a.gates, place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j, 0.0f);
+      UnitGradients<Cell> g = {};
+      unit_gradients<Cell, S>(s, a, b, j, live, params_at, true, c_sums, g);
+      scaled_gradients<Cell, S>(s, a, b, j, g, scaled);
       for (int gate = 0; gate < GATES; ++gate) {
-        const Index block = Cell::block(gate) * H + j;
-        const float scaled =
-            Cell::product_gradient(gate, y, d.dz) * value_at(a.norm_scale, Index(s.d) * GATES * H + block, 1.0f);
-        const int n = N::IS_EACH ? gate : 0;
-        of[2 * n] += scaled, of[2 * n + 1] += scaled * float(a.norm_y[place(s, s.t, b, GATES * H) + block]);
+        const int n = Normed::IS_EACH ? gate : 0;
+        const Index at = place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j;
+        of[2 * n] += scaled[gate], of[2 * n + 1] += scaled[gate] * float(a.norm_y[at]);
       }
     }
     sum_over_threadgroup(of, simdgroup, lane, sums);
   }
-  const device S* rows_before = (const device S*)a.before + start;
+  const device S* products_before = (const device S*)a.before + start;
   device S* arrays = (device S*)a.after + start;
-  const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
   for (int j = first; j < H; j += ITEM_THREADS) {
-    const Index at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, GATES * H) + j;
-    UnitGradients<GATES> d = {};
-    float y[GATES], carry = 0.0f;
-    if (live) unit_gradients<Cell, S>(s, a, b, j, starts, true, c_sums, d), carry = d.carry * factor;
-    else if (CARRIES<Cell>) carry = begins ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
-    for (int gate = 0; gate < GATES; ++gate)
-      y[gate] = live ? value_at(a.gates, place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j, 0.0f) : 0.0f;
+    const Index ds_at = place(s, 0, b, N * H) + j, products_at = place(s, 0, b, GATES * H) + j;
+    UnitGradients<Cell> g = {};
+    unit_gradients<Cell, S>(s, a, b, j, live, params_at, true, c_sums, g);
+    if (OF_PRODUCTS && live) scaled_gradients<Cell, S>(s, a, b, j, g, scaled);
+    set_carries<N>(a.after, ds_at, H, g.ds, FIRST);
+    if (is_present(a.keep)) set_carries<N>(a.after, N * units + ds_at, H, g.unscaled, FIRST);
+    set_carries<SUMMED>(a.after, params_at + place(s, 0, b, SUMMED * H) + j, H, g.dp, 0);
     for (int gate = 0; gate < GATES; ++gate) {
-      const Index block = gates_at + Cell::block(gate) * H;
-      float of_product = d.dz[gate];
+      const int block = Cell::block(gate) * H;
+      float d = live ? g.d[gate] : begins ? 0.0f : float(products_before[products_at + block]);
       if (OF_PRODUCTS && live) {
-        const int n = N::IS_EACH ? gate : 0, from = N::IS_EACH ? Cell::block(gate) : 0;
-        const Index scale_at = Index(s.d) * GATES * H + Cell::block(gate) * H + j;
-        const float normed = value_at(a.norm_y, place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j, 0.0f);
-        of_product = Cell::product_gradient(gate, y, d.dz) * value_at(a.norm_scale, scale_at, 1.0f);
-        of_product -= (of[2 * n] + normed * of[2 * n + 1]) / (N::IS_EACH ? H : GATES * H);
-        of_product *= value_at(a.norm_r, place(s, s.t, b, NORMS) + from, 0.0f);
+        const int n = Normed::IS_EACH ? gate : 0, place_of_norm = Normed::IS_EACH ? Cell::block(gate) : 0;
+        const float normed = value_at(a.norm_y, place(s, s.t, b, GATES * H) + block + j, 0.0f);
+        d = scaled[gate] - (of[2 * n] + normed * of[2 * n + 1]) / (Normed::IS_EACH ? H : GATES * H);
+        d *= value_at(a.norm_r, place(s, s.t, b, NORMS) + place_of_norm, 0.0f);
       }
-      if (!live && !begins) of_product = float(rows_before[block]);
-      arrays[block] = S(of_product);
-      if (OF_PRODUCTS) arrays[units * GATES + block] = S(d.dz[gate]);
+      arrays[products_at + block] = S(d);
     }
-    if (CARRIES<Cell>) set_carry(a.after, at, carry);
-    if (is_present(a.keep)) set_carry(a.after, units + at, d.carry);
-    if (N::HAS_C) arrays[units * BLOCKS + at] = S(d.of_c);
+    for (int k = 0; k < INPUTS; ++k) arrays[units * GATES + place(s, 0, b, INPUTS * H) + k * H + j] = S(g.du[k]);
+    for (int k = 0; k < GRADIENTS; ++k)
+      arrays[units * (GATES + INPUTS) + place(s, 0, b, GRADIENTS * H) + Cell::block(k) * H + j] = S(g.d[k]);
+    if (Normed::HAS_C) arrays[units * BLOCKS + place(s, 0, b, H) + j] = S(g.of_c);
   }
-  pad_row(a.after, start + units * (BLOCKS + N::HAS_C), group, first);
-}
-
-// After the last step, copy COUNT blocks of H numbers from the rows of a backward pass into `sequence` [T, B, D COUNT
-// width]; write 0 past an item's end. These are the blocks that only a cell with norms has; stepwise_gradients copies
-// the other blocks.
-//   rows    all rows of the pass, with elements of type X, in several arrays; a.starts has the number of the first row
-//           of each array. row_of (stepwise_rows.metal) finds a row. The backward pass runs from the last step to the
-//           first, so step n has row T - 1 - n
-//   kind    [0] the elements of a row; [1] width, the number of units; [2] the number of the first row of this kind
-//   FLOATS, FIRST   how many floats of a unit, then how many numbers of dtype S, lie before the blocks
-// Thread (k, n, d) copies the numbers of unit k % width of item k / width, at step n in direction d.
-template <int COUNT, int FIRST, int FLOATS, class S, class X, class Arrays, class A>
-void stepwise_norm_gradients(
-    thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, A sequence, uint3 thread_index) {
-  const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
-  const int width = kind[1], b = int(thread_index.x) / width, j = int(thread_index.x) % width;
-  if (b >= s.B) return;
-  const Index units = Index(s.B) * s.D * width;
-  const device S* arrays =
-      (const device S*)row_of(rows, a.starts, kind, s.T - 1 - s.n) + carried<S>(FLOATS * units) + FIRST * units;
-  const bool live = s.t < value_at(a.lengths, b, s.T);
-  for (int n = 0; n < COUNT; ++n)
-    sequence[place(s, s.t, b, COUNT * width) + n * width + j] =
-        live ? arrays[place(s, 0, b, COUNT * width) + n * width + j] : S(0.0f);
+  pad_row(a.after, start + units * (BLOCKS + Normed::HAS_C), group, first);
 }

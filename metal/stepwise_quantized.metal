@@ -1,6 +1,6 @@
-// The recurrent product of one forward time step with quantized weights, whose format quantized.metal describes. The
-// result `sums` in threadgroup memory has a row per batch item and a column per unit and gate; each number is a sum of
-// K terms x w. stepwise_lanes.metal has the formula, and describes x, Gates, FIRST, UNITS, block, B, H and K.
+// The recurrent product of one forward time step with quantized weights. quantized.metal describes their format and the
+// functions that read it. The result `sums` in threadgroup memory has a row per batch item and a column per unit and
+// gate; stepwise_lanes.metal has the formula, stepwise.metal explains the operand x.
 //
 // For few batch items there is the struct QuantizedByLanes: a team of eight lanes computes a whole column, which needs
 // one row of weights. A threadgroup of 64 threads has eight teams; team m computes the columns m, m + 8, ... A lane
@@ -9,25 +9,13 @@
 // ByTiles (stepwise_tiles.metal), which multiplies 8 x 8 matrices; a lane dequantizes its weights in registers just
 // before. This file defines the struct LaneColumns of ByTiles for quantized weights.
 //
-//   BITS         the bits of a weight
-//   GROUP        how many neighbouring weights of a row share a scale: a quantization group
-//   Packed       the struct of a quantized matrix: 32-bit words with the bits of the weights, scales, and biases, whose
-//                type B is Absent if there are none. A, T: the types of scales and of biases
-//   number_at<BITS>(words, e, biases)   the number that the product uses in place of q of weight e
-//   value_of, scale_of   return the result of number_at as q; read a scale
-//   of_group     applies scale and bias to the sum over a group
-//   ROWS         the batch items of a threadgroup
 //   OWN          how many columns (rows of weights) a team has
 //   COUNT        TAKEN<BITS, GROUP, ROWS>
-//   rows         a lane's pointers into x, one per batch item, of type R. operands_at<N>(row, k, values) reads N
-//                numbers from number k on; move(row, n) goes n numbers further
+//   rows         a lane's pointers into x, one per batch item, of type R
 //   place        a lane's number in its team; in the product in tiles its row in an 8 x 8 matrix
-//   turn         TURN = 128 terms of each sum, which the product in tiles adds up at once, with 16 pairs of 8 x 8
-//                matrices
-//   quad         four successive pairs of these matrices. A lane has 16 neighbouring weights per turn and column:
-//                number 4 n + m is for matrix m of quad n
-//   Index        the integer type that counts elements of arrays
-//   Absent       the type of an array that the call does not have
+//   A, B or T    the types of the arrays of scales and of biases; Absent if there are no biases
+// In the product in tiles a lane has 16 neighbouring weights per turn and column: number 4 n + m is for matrix m of
+// quad n.
 
 // Return the matrix of quantized weights that begins at row number `row` of `weights`. K: how many weights a row has;
 // they fill K BITS / 32 words. from(biases, n) is a pointer to bias n, or `absent` without biases.
@@ -51,19 +39,16 @@ constant constexpr int TAKEN = GROUP == 16 || (ROWS > 1 && BITS % 2 == 0) ? 16 :
 template <int WORDS>
 void take_words(const device uint* words, thread uint (&taken)[WORDS]) {
   if constexpr (WORDS % 4 == 0) {
-#pragma clang loop unroll(full)
-    for (int n = 0; n < WORDS; ++n) taken[n] = (*(const device packed_uint4*)(words + n / 4 * 4))[n % 4];
+    UNROLL for (int n = 0; n < WORDS; ++n) taken[n] = (*(const device packed_uint4*)(words + n / 4 * 4))[n % 4];
   } else {
-#pragma clang loop unroll(full)
-    for (int n = 0; n < WORDS; ++n) taken[n] = words[n];
+    UNROLL for (int n = 0; n < WORDS; ++n) taken[n] = words[n];
   }
 }
 
 // Return the sum of `value` over N neighbouring lanes. With first = 1 all N lanes get the sum of all N. With a larger
 // power of two as `first`, a lane gets the sum over those lanes whose distance from it is a multiple of `first`.
 template <int N> float sum_of_team(float value, int first) {
-#pragma clang loop unroll(full)
-  for (int distance = first; distance < N; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
+  UNROLL for (int distance = first; distance < N; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
   return value;
 }
 
@@ -96,33 +81,26 @@ void multiply(
     thread PartialSums<ROWS, OWN>& part) {
   constexpr int COUNT = TAKEN<BITS, GROUP, ROWS>, WORDS = COUNT * BITS / 32, AT_ONCE = ROWS == 1 ? COUNT : 4;
   uint words[OWN][WORDS];
-#pragma clang loop unroll(full)
-  for (int n = 0; n < OWN; ++n) take_words(weights.words + columns[n].words, words[n]);
+  UNROLL for (int n = 0; n < OWN; ++n) take_words(weights.words + columns[n].words, words[n]);
   if (place % (GROUP / COUNT) == 0)
-#pragma clang loop unroll(full)
-    for (int n = 0; n < OWN; ++n) {
+    UNROLL for (int n = 0; n < OWN; ++n) {
       part.scales[n] = scale_of<GROUP>(weights.scales[columns[n].group]);
       part.biases[n] = value_at(weights.biases, columns[n].group, 0.0f);
     }
-#pragma clang loop unroll(full)
-  for (int first = 0; first < COUNT; first += AT_ONCE) {
+  UNROLL for (int first = 0; first < COUNT; first += AT_ONCE) {
     float operands[ROWS][AT_ONCE];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) operands_at<AT_ONCE>(rows[r], first, operands[r]);
-#pragma clang loop unroll(full)
-    for (int number = 0; number < AT_ONCE * ROWS; ++number) {
+    UNROLL for (int r = 0; r < ROWS; ++r) operands_at<AT_ONCE>(rows[r], first, operands[r]);
+    UNROLL for (int number = 0; number < AT_ONCE * ROWS; ++number) {
       const int e = number / ROWS, r = number % ROWS;
       part.x_sums[r] += operands[r][e];
-#pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n)
+      UNROLL for (int n = 0; n < OWN; ++n)
         part.products[n][r] += operands[r][e] * number_at<BITS>(words[n], first + e, weights.biases);
     }
   }
 }
 
 // The 64 threads of a threadgroup, which are 8 teams of 8 lanes, compute the recurrent products of HEIGHT batch items
-// for WIDTH columns, with quantized weights. A column is one unit of one gate, and its products use one row of the
-// weights.
+// for WIDTH columns, with quantized weights.
 template <int HEIGHT, int WIDTH>
 struct QuantizedByLanes {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 64 };
@@ -144,36 +122,30 @@ struct QuantizedByLanes {
     float partial[OWN][ROWS] = {};
     typename X::Row rows[ROWS];
     PackedColumn columns[OWN];
-#pragma clang loop unroll(full)
-    for (int n = 0; n < OWN; ++n) {
+    UNROLL for (int n = 0; n < OWN; ++n) {
       const int gate = Gates::block(FIRST + 8 * n / UNITS), unit = min(block.j0 + 8 * n % UNITS + team, H - 1);
       const Index row = Index(gate) * H + unit;
       columns[n].words = row * (K * BITS / 32) + first * BITS / 32;
       columns[n].group = row * (K / GROUP) + first / GROUP;
     }
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       find_row(x, min(block.b0 + r, B - 1), 0, rows[r]);
       move(rows[r], int(first));
     }
     for (uint k = 0; k < uint(K); k += 8 * COUNT) {
       PartialSums<ROWS, OWN> part = {};
       if (k + first < uint(K)) multiply(rows, weights, columns, place, part);
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
+      UNROLL for (int r = 0; r < ROWS; ++r) {
         const float x_sum = sum_of_team<SHARE>(part.x_sums[r], 1);
-#pragma clang loop unroll(full)
-        for (int n = 0; n < OWN; ++n) {
+        UNROLL for (int n = 0; n < OWN; ++n) {
           const float product = sum_of_team<SHARE>(part.products[n][r], 1);
           partial[n][r] += of_group<BITS>(product, x_sum, part.scales[n], part.biases[n], weights.biases);
         }
         move(rows[r], 8 * COUNT);
       }
-#pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n) columns[n].words += COUNT * BITS / 4, columns[n].group += 8 * COUNT / GROUP;
+      UNROLL for (int n = 0; n < OWN; ++n) columns[n].words += COUNT * BITS / 4, columns[n].group += 8 * COUNT / GROUP;
     }
-#pragma clang loop unroll(full)
-    for (int part = 0; part < OWN * ROWS; ++part) {
+    UNROLL for (int part = 0; part < OWN * ROWS; ++part) {
       const int n = part / ROWS, r = part % ROWS;
       const float sum = sum_of_team<8>(partial[n][r], SHARE);
       if (place == 0) block.sums[r * COLUMNS + team + 8 * n] = sum;
@@ -193,10 +165,8 @@ struct QuantizedByLanes {
 //   leader   the number of the lane that has the first weights of the same quantization group; only this lane reads
 //            the scale and bias
 //   words     the bits of the 16 weights of each column       factors   scale and bias of each column
-// WORDS: how many 32-bit words hold 16 weights. Every LaneColumns has SPAN (the distance in memory between neighbouring
-// columns of x), QUADS (how many quads, of four matrix pairs each, a simdgroup multiplies per turn) and STEP (the
-// distance between quads). The last template argument is the number of simdgroups (slices) that divide a turn. It is 1
-// here, because several simdgroups would read the same words.
+// WORDS: how many 32-bit words hold 16 weights. stepwise_tiles.metal explains SPAN, QUADS and STEP. The last template
+// argument is the number of slices. It is 1 here, because several simdgroups would read the same words.
 template <int BITS, int GROUP, class A, class B>
 struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   enum { SPAN = 16, QUADS = 4, STEP = 4, WORDS = (BITS + 1) / 2 };
@@ -208,8 +178,7 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
 
 // Set this lane's column e (0 or 1) to row number `row` of the weights, which have K numbers per row. first: the number
 // within the row at which the product begins. place: the lane's row in an 8 x 8 matrix; its weights begin at number
-// first + 16 place. The last parameter is not used: with other weights it is the number of a slice, one of several
-// simdgroups that share the terms.
+// first + 16 place.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,
@@ -237,14 +206,12 @@ template <class B> float of_leader(float bias, int leader, B) { return simd_shuf
 template <int BITS, int GROUP, class A, class B>
 void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool inside) {
   constexpr int WORDS = (BITS + 1) / 2;
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 2; ++e) {
+  UNROLL for (int e = 0; e < 2; ++e) {
     float scale = 0.0f, bias = 0.0f;
     // 16 weights take 16 BITS bits, which are BITS numbers of type ushort. If BITS is odd, they may begin in the middle
     // of a 32-bit word, so they are read as ushort.
     const device ushort* halves = (const device ushort*)own.columns[e].words + own.k / 16 * BITS;
-#pragma clang loop unroll(full)
-    for (int n = 0; n < WORDS; ++n) {
+    UNROLL for (int n = 0; n < WORDS; ++n) {
       own.words[e][n] = 0u;
       if (!inside) continue;
       if (BITS % 2 == 0) own.words[e][n] = ((const device uint*)halves)[n];
@@ -279,8 +246,7 @@ template <class B> float weight_of(float q, float2 factors, B) { return factors.
 template <int BITS, int GROUP, class A, class B>
 void weights_of(
     thread const LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int n, thread float (&w)[2][4]) {
-#pragma clang loop unroll(full)
-  for (int part = 0; part < 8; ++part) {
+  UNROLL for (int part = 0; part < 8; ++part) {
     const int e = part / 4, m = part % 4;
     const B biases = own.columns[e].biases;
     const float q = value_of<BITS>(number_at<BITS>(own.words[e], 4 * n + m, biases), biases);

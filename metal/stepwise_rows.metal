@@ -1,24 +1,16 @@
-// Kernels that copy "rows". In MLX several launches cannot write to one array. So each launch of a time step writes a
-// new array, called a row, with the numbers of one step. After the last step one more launch copies all rows into
-// sequences, in the order of time. Metal binds at most 31 arrays to a launch, so this launch cannot read each row as a
-// separate array. Therefore some launches of the pass also copy the rows of earlier steps into one larger array
-// (stepwise_join). Each thread reads and writes only its own numbers, so no kernel in this file needs a barrier.
+// Kernels that copy rows (stepwise.metal explains this word and other names). After the last step one more launch
+// copies all rows into sequences, in the order of time. Metal binds at most 31 arrays to a launch, so this launch
+// cannot read each row as a separate array. Therefore some launches of the pass also copy the rows of earlier steps
+// into one larger array (stepwise_join). Each thread reads and writes only its own numbers, so no kernel in this file
+// needs a barrier.
 //
-//   row       first the floats of every unit, such as c; then arrays of dtype S. X is the type of a row's elements:
-//             float, or ushort if S has 16 bits. A float then takes two elements. carried<S>(n): how many elements of
-//             type S n floats take. carry_at(row, n): float number n
 //   piece     an array of one or more rows; the pieces are in the order of the launches
 //   starts    the index at which each piece begins, and at which the last one ends: counted in elements for
 //             stepwise_join, in rows for the launch after all steps
 //   kind      three numbers: [0] the elements of a row; [1] width, the number of units; [2] the index of the first row
 //             of this kind. With a projection there are two kinds: rows of the cells, then rows with h or dh
-//   a         the struct of all arrays; value_at(array, n, v) is array[n], or v if the call lacks the array;
-//             store(array, n, v) writes array[n] = v, or nothing if the array is absent
-//   s         the step (Step): time t, number n in processing order, direction d, sizes T, B, D
-//   place(s, t, b, width)   position of item b at time t in [T, B, D width]; t = 0: an array without T
-//   b, j      batch item, unit. A block has one number per item, direction and unit: units = B D width numbers
-//   lengths   [B]: the number of steps of each item; live: the item has not ended at time t
 //   carry     in a backward pass the gradient of a state, without the part that goes through the recurrent product
+//   carried<S>(n), carry_at(row, n)   how many elements of type S n floats take; float number n of a row
 //
 // In the launch after all steps, thread (k, n, d) copies the numbers of unit k % width of batch item k / width at step
 // n in direction d. A forward pass wrote step n in row n; a backward pass, which runs from the last step to the first,
@@ -33,7 +25,6 @@ struct Pieces {
 
 // Copy COUNT arrays ("pieces") one after the other into a.joined. The launch of a later step does this: its grid has
 // additional threadgroups for the copy.
-//   a.starts   the element of a.joined at which each piece begins, and the end of the last one
 //   a.first    [0] the index along x of the first threadgroup that joins; [1] the threads of a threadgroup; [2] the
 //              threads of all threadgroups that join
 //   own        the number of this thread among all threads that copy; it copies the elements own, own + a.first[2], ...
@@ -57,16 +48,15 @@ struct Rows {
 };
 
 // Return a pointer to row number m of one kind of rows. starts[n]: the number of the first row in piece n, counted over
-// the rows of all kinds. kind[2]: the number of the first row of this kind; kind[0]: the elements of a row. The loop
-// finds the last piece that begins at this row or before. Repeated pieces begin behind the last row, so the loop finds
-// none of them. It has no early exit, so that the compiler can unroll it and keep the pointers in registers.
+// the rows of all kinds. The loop finds the last piece that begins at this row or before. Repeated pieces begin behind
+// the last row, so the loop finds none of them. It has no early exit, so that the compiler can unroll it and keep the
+// pointers in registers.
 template <class X>
 const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
   const device X* piece = rows.pieces[0];
   int first = 0;
   m += kind[2];
-#pragma clang loop unroll(full)
-  for (int n = 1; n < 20; ++n) {
+  UNROLL for (int n = 1; n < 20; ++n) {
     const int start = starts[n];
     if (start <= m) {
       piece = rows.pieces[n];
@@ -156,6 +146,25 @@ void stepwise_gradients(
     const Index at = place(s, 0, b, SUMMED * width) + k * width + j;
     store(a.dw, at, carry_at(row, params_at + at));
   }
+}
+
+// After the last step, copy COUNT blocks of H numbers from the rows of a backward pass into `sequence` [T, B, D COUNT
+// width]; write 0 past an item's end. These are the blocks that only a cell with norms has; stepwise_gradients copies
+// the other blocks.
+//   FLOATS, FIRST   how many floats of a unit, then how many numbers of dtype S, lie before the blocks
+template <int COUNT, int FIRST, int FLOATS, class S, class X, class Arrays, class A>
+void stepwise_norm_gradients(
+    thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, A sequence, uint3 thread_index) {
+  const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
+  const int width = kind[1], b = int(thread_index.x) / width, j = int(thread_index.x) % width;
+  if (b >= s.B) return;
+  const Index units = Index(s.B) * s.D * width;
+  const device S* arrays =
+      (const device S*)row_of(rows, a.starts, kind, s.T - 1 - s.n) + carried<S>(FLOATS * units) + FIRST * units;
+  const bool live = s.t < value_at(a.lengths, b, s.T);
+  for (int n = 0; n < COUNT; ++n)
+    sequence[place(s, s.t, b, COUNT * width) + n * width + j] =
+        live ? arrays[place(s, 0, b, COUNT * width) + n * width + j] : S(0.0f);
 }
 
 // Compute m = o s_output(c) [D, T, B, H] at every step, the vector that a projection multiplies by Wp. The gradient of

@@ -1,7 +1,5 @@
-// Compute the recurrent product of one time step for many batch items, as a sum of products of 8 x 8 matrices:
-//
-//   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k],   k = 0 ... K - 1
-//   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
+// Compute the recurrent product of one time step for many batch items, as a sum of products of 8 x 8 matrices.
+// stepwise_lanes.metal has the formula of `sums`, stepwise.metal explains the operand x and the functions that read it.
 //
 // A threadgroup computes ROWS batch items from b0 on and COLUMNS columns: UNITS units from j0 on, for each gate from
 // FIRST on. Simdgroup s (32 lanes) computes the columns 8 s ... 8 s + 7. The K terms of a sum are added in turns of
@@ -15,20 +13,10 @@
 //   quad         four of the 16 pairs of 8 x 8 matrices (x, weights) of a turn. Terms may be added in any order, so
 //                they are assigned in such a way that each lane has neighbouring numbers in memory: column c of x and
 //                row c of the weights in pair m are number SPAN c + m of the quad
-//   QUADS, STEP  how many quads a simdgroup multiplies per turn; how many numbers apart they begin
 //   SPAN         4; for quantized weights 16 (stepwise_quantized.metal)
-//   PITCH        the distance between the tile's rows, in floats
-//   x            the operand, a row of numbers per batch item
-//   row          a position in x, of type R. find_row(x, b, segment, row) lets `row` point to item b's numbers in one
-//                of SEGMENTS parts; operands_at<N>(row, k, values) reads N numbers from number k on; move(row, n) goes
-//                n numbers further
-//   LaneColumns  the weights of one lane, of two columns, which are two rows of the weight matrix
+//   QUADS, STEP  how many quads a simdgroup multiplies per turn; how many numbers apart they begin
 //   w            [column][m]: a lane's two weights in pair m of a quad
 //   total        a simdgroup's sums, ROWS / 8 matrices
-//   S, W, Index  the dtype of the arrays; a pointer to weights; the integer type that counts elements
-//   block        a threadgroup's part of the result: its first item b0 and unit j0, the thread's simdgroup and lane,
-//                and `sums`, which shares the memory of the tile
-//
 // Batch items and units past the end are computed from the numbers of the last ones, and their results are not used.
 // Terms past K are zeros.
 
@@ -40,8 +28,6 @@ constant constexpr int TURN = 128, PITCH = TURN + 4;
 // specialization is for weights that are not quantized.
 //   columns       pointers to the lane's weights of the next turn, one per column
 //   numbers       its weights of the current turn: QUADS vectors of 4 neighbouring weights per column
-//   SPAN          the distance in memory between neighbouring columns of x
-//   QUADS, STEP   how many quads (of four matrix pairs) a simdgroup multiplies per turn; the distance between them
 // Eight lanes read 32 neighbouring weights of a row, one quad. The SLICES simdgroups that share a turn take quads
 // in rotation, so the quads of one simdgroup are 32 * SLICES numbers apart.
 template <class W, int SLICES> struct LaneColumns {};
@@ -53,9 +39,8 @@ template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
 
 // Set the pointer of this lane's column e (0 or 1) to its first weights in row number `row` of the weight matrix, which
 // has K numbers per row. first: the number within the row at which the product begins. place: the lane's row in an 8 x
-// 8 matrix, which decides on which 4 of 32 numbers the lane has. slice: the number of this simdgroup among the SLICES
-// simdgroups that share a turn of 128 terms. The parameter without a name is the lane's number, which only quantized
-// weights need.
+// 8 matrix, which decides which 4 of 32 numbers the lane has. slice: the number of this simdgroup among the SLICES
+// simdgroups that share a turn. The parameter without a name is the lane's number, which only quantized weights need.
 template <int SLICES, class S>
 void find_column(
     thread LaneColumns<const device S*, SLICES>& own, const device S* weights, int e, Index row, int K, int first,
@@ -68,8 +53,7 @@ void find_column(
 template <int SLICES, class S>
 void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
   using Four = typename Neighbours<S>::four;
-#pragma clang loop unroll(full)
-  for (int n = 0; n < 4 / SLICES; ++n) {
+  UNROLL for (int n = 0; n < 4 / SLICES; ++n) {
     own.numbers[0][n] = vec<S, 4>(*(const device Four*)(own.columns[0] + 32 * SLICES * n));
     own.numbers[1][n] = vec<S, 4>(*(const device Four*)(own.columns[1] + 32 * SLICES * n));
   }
@@ -81,8 +65,7 @@ void load_turn(thread LaneColumns<const device S*, SLICES>& own) {
 // 1) of the lane, pair m of the quad.
 template <int SLICES, class S>
 void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, thread float (&w)[2][4]) {
-#pragma clang loop unroll(full)
-  for (int part = 0; part < 8; ++part) w[part / 4][part % 4] = float(own.numbers[part / 4][n][part % 4]);
+  UNROLL for (int part = 0; part < 8; ++part) w[part / 4][part % 4] = float(own.numbers[part / 4][n][part % 4]);
 }
 
 // Copy the next 128 numbers of each of COUNT rows of the operand x into the tile in threadgroup memory. This simdgroup
@@ -93,17 +76,14 @@ void weights_of(thread const LaneColumns<const device S*, SLICES>& own, int n, t
 // the reads overlap.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
-#pragma clang loop unroll(full)
-  for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers
+  UNROLL for (int part = 0; part < OWN; part += 4) {  // four rows at a time: more would take too many registers
     float values[4][4];
-#pragma clang loop unroll(full)
-    for (int n = 0; n < 4; ++n) {
+    UNROLL for (int n = 0; n < 4; ++n) {
       if (part + n >= OWN) continue;
       operands_at<4>(rows[part + n], 0, values[n]);
       move(rows[part + n], TURN);
     }
-#pragma clang loop unroll(full)
-    for (int n = 0; n < 4; ++n) {
+    UNROLL for (int n = 0; n < 4; ++n) {
       if (part + n >= OWN || (COUNT % STEP != 0 && first + (part + n) * STEP >= COUNT)) continue;
       own[(part + n) * STEP * (PITCH / 4)] = float4(values[n][0], values[n][1], values[n][2], values[n][3]);
     }
@@ -121,10 +101,8 @@ void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int e
   for (int part = 0; part < end; part += 32) {
     float values[OWN][1] = {};
     if (part + lane < left)
-#pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n) operands_at<1>(rows[n], part - 3 * lane, values[n]);
-#pragma clang loop unroll(full)
-    for (int n = 0; n < OWN; ++n)
+      UNROLL for (int n = 0; n < OWN; ++n) operands_at<1>(rows[n], part - 3 * lane, values[n]);
+    UNROLL for (int n = 0; n < OWN; ++n)
       if (COUNT % STEP == 0 || first + n * STEP < COUNT) own[n * STEP * PITCH + part] = values[n][0];
   }
 }
@@ -138,18 +116,15 @@ template <int ROWS, int SPAN>
 void multiply_quad(
     thread const float (&w)[2][4], threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
   float4 numbers[ROWS / 8][2];
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS / 8; ++r) {
+  UNROLL for (int r = 0; r < ROWS / 8; ++r) {
     numbers[r][0] = operands[2 * r * PITCH];
     numbers[r][1] = operands[2 * r * PITCH + SPAN / 4];
   }
   simdgroup_float8x8 left, right;
-#pragma clang loop unroll(full)
-  for (int m = 0; m < 4; ++m) {
+  UNROLL for (int m = 0; m < 4; ++m) {
     right.thread_elements()[0] = w[0][m];
     right.thread_elements()[1] = w[1][m];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS / 8; ++r) {
+    UNROLL for (int r = 0; r < ROWS / 8; ++r) {
       left.thread_elements()[0] = numbers[r][0][m];
       left.thread_elements()[1] = numbers[r][1][m];
       simdgroup_multiply_accumulate(total[r], left, right, total[r]);
@@ -162,8 +137,7 @@ void multiply_quad(
 template <int ROWS, class C>
 void multiply_turn(
     thread const C& columns, threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
-#pragma clang loop unroll(full)
-  for (int n = 0; n < C::QUADS; ++n) {
+  UNROLL for (int n = 0; n < C::QUADS; ++n) {
     float w[2][4];
     weights_of(columns, n, w);
     multiply_quad<ROWS, C::SPAN>(w, operands + n * C::STEP / 4, total);
@@ -181,8 +155,7 @@ void multiply_rest(
   const int end = left - 32 * slice - 4 * place;  // the end of K, counted from the lane's first number
   for (int part = 0; part + 32 * slice < left; part += 32 * SLICES) {
     float w[2][4] = {};
-#pragma clang loop unroll(full)
-    for (int m = 0; m < 4; ++m) {
+    UNROLL for (int m = 0; m < 4; ++m) {
       if (part + m >= end) continue;
       w[0][m] = float(own.columns[0][part + m]);
       w[1][m] = float(own.columns[1][part + m]);
@@ -191,10 +164,8 @@ void multiply_rest(
   }
 }
 
-// The threads of a threadgroup compute the recurrent products of HEIGHT batch items for WIDTH columns. A column is one
-// unit of one gate, and its products use one row of the weights. A simdgroup of 32 threads computes eight columns. With
-// SLICES > 1 that many simdgroups share eight columns: each adds up a part of the terms, a slice. So there are 4
-// threads for each column and slice.
+// The threads of a threadgroup compute the recurrent products of HEIGHT batch items for WIDTH columns. A simdgroup of
+// 32 threads computes eight columns of one slice. So there are 4 threads for each column and slice.
 template <int HEIGHT, int WIDTH, int SLICES>
 struct ByTiles {
   enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 4 * WIDTH * SLICES };
@@ -225,18 +196,15 @@ struct ByTiles {
     threadgroup const float4* operands =
         (threadgroup const float4*)block.sums + row * (PITCH / 4) + (32 * slice + Own::SPAN * pair) / 4;
     simdgroup_float8x8 total[ROWS / 8];
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    UNROLL for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       typename X::Row rows[OWN];
       Own columns;
-#pragma clang loop unroll(full)
-      for (int n = 0; n < OWN; ++n) {
+      UNROLL for (int n = 0; n < OWN; ++n) {
         find_row(x, min(block.b0 + simdgroup + n * STEP, B - 1), segment, rows[n]);
         move(rows[n], 4 * lane);
       }
-#pragma clang loop unroll(full)
-      for (int e = 0; e < 2; ++e) {
+      UNROLL for (int e = 0; e < 2; ++e) {
         const Index weight_row = Index(gate) * H + min(first_unit + pair + e, H - 1);
         find_column(columns, weights, e, weight_row, K, segment * length, lane, row, slice);
       }
@@ -259,14 +227,12 @@ struct ByTiles {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
     }
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS / 8; ++r)
+    UNROLL for (int r = 0; r < ROWS / 8; ++r)
       simdgroup_store(total[r], block.sums + (slice * ROWS + 8 * r) * COLUMNS + 8 * eight, COLUMNS);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells that it computes later
       for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS) {
-#pragma clang loop unroll(full)
-        for (int n = 1; n < SLICES; ++n) block.sums[cell] += block.sums[n * ROWS * COLUMNS + cell];
+        UNROLL for (int n = 1; n < SLICES; ++n) block.sums[cell] += block.sums[n * ROWS * COLUMNS + cell];
       }
     }
   }

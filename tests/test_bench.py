@@ -545,6 +545,14 @@ def test_a_device_that_is_not_there(monkeypatch, capsys):
     assert end.value.code == 2 and "--device gpu: MLX has no GPU on this machine" in capsys.readouterr().err
 
 
+def test_a_pipe_in_place_of_a_file(tmp_path, capsys):
+    """The command says so before it measures anything; otherwise it would wait for a reader after the measurement."""
+    os.mkfifo(tmp_path / "a.csv")
+    with pytest.raises(SystemExit):
+        main(["--csv", str(tmp_path / "a.csv")])
+    assert "a.csv is a pipe" in capsys.readouterr().err
+
+
 def test_a_file_that_may_not_be_written(tmp_path, monkeypatch, capsys):
     """The command says so before it measures anything. root may write anywhere, so the answer is replaced."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)

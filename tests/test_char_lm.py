@@ -430,7 +430,8 @@ def test_ctrl_c_at_the_command_line(tmp_path, monkeypatch, capsys):
 
 def test_options_that_cannot_work_are_refused(capsys):
     for option, part in (
-        ("--steps=0", "--steps must lie in [1, inf) but is 0."),
+        ("--batch=0", "--batch must lie in [1, inf) but is 0."),
+        (f"--steps={10**20}", f"--steps must lie in [1, 2147483648) but is {10**20}."),
         ("--dropout=1.0", "--dropout must lie in [0, 1) but is 1.0."),
         ("--dropout=-0.1", "--dropout must lie in [0, 1)"),
         ("--temperature=-1", "--temperature must lie in [0, inf) but is -1.0."),

@@ -16,8 +16,9 @@ from mlx_lstm.compare.experiments import experiments
 from mlx_lstm.lab.mpsgraph import apple, contenders, judge, torch_layer
 from mlx_lstm.lab.mpsgraph.cases import GATES, draw, grid
 from mlx_lstm.lab.mpsgraph.files import load_case, load_golden, save_case, save_golden
-from mlx_lstm.lab.mpsgraph.measure import ComparisonRow, between, compare
+from mlx_lstm.lab.mpsgraph.measure import ComparisonRow, compare, rows_of
 from mlx_lstm.lab.mpsgraph.report import bars, pairs_text
+from mlx_lstm.oracle.closeness import exact_and_element_bounds
 
 RECORDER = Path(__file__).parent / "mpsgraph_recorder"
 MODULES = ("Metal", "MetalPerformanceShadersGraph", "objc")
@@ -340,10 +341,12 @@ def test_what_makes_a_row_fail():
 def test_two_results_may_differ_by_two_bounds():
     """Each of two results may have an error of one bound. A larger difference is a failure."""
     case = draw(np.random.default_rng(0), "lstm", (3, 2, 3, 4))
-    exact = judge.expected(case)["h"]
-    for factor, right in ((1.9, True), (2.1, False)):
-        (row,) = between(case, "ops", {"h": exact + factor}, "torch", {"h": exact.copy()}, {"h": np.ones(exact.shape)})
-        assert row.failed != right and row.pair == "ops - torch"
+    exact, bounds = exact_and_element_bounds(lambda fl: judge.evaluated(case, fl), np.float32)
+    for factor, is_right in ((1.9, True), (2.1, False)):
+        results = {"ops": exact["h"] + factor * bounds["h"], "torch": exact["h"].copy()}
+        rows = rows_of(case, {name: contenders.Outcome({"h": array}) for name, array in results.items()})
+        (row,) = (row for row in rows if row.pair == "ops - torch")
+        assert row.failed != is_right
 
 
 def test_bars_show_the_worst_ratio_of_each_pair():

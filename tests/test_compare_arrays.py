@@ -237,11 +237,16 @@ def test_what_nothing_explains_is_left(tmp_path, capsys):
         (lambda a: without(a, "sourceGradient"), (), "needs source_gradient (sourceGradient)"),
         (lambda a: without(a, *BACK, "h", "c", "zState") | {"source": a["source"]}, (), "is missing"),
         (lambda a: a | {"bias": a["bias"][:-1]}, (), "bias must have layout [4H] = [24], but got [23]"),
-        (lambda a: a | {"bias": a["bias"].astype(np.float64)}, (), "bias must be float32 or float16, as source is"),
+        (
+            lambda a: a | {"bias": a["bias"].astype(np.float16)},
+            (),
+            "bias must be float32, as source is, but got float16",
+        ),
+        (lambda a: a | {"source": a["source"].astype(float)}, (), "source must be float32 or float16 but got float64;"),
         (lambda a: a | {"z_state": a["zState"]}, (), "is there twice"),
         (dict, ("--descriptor", '{"forgetGateLst": true}'), "did you mean forget_gate_last (forgetGateLast)"),
         (dict, ("--descriptor", "[1]"), "must be a JSON object"),
-        (dict, ("--descriptor", '{"reverse": 1}'), "must be True or False but got 1"),
+        (dict, ("--descriptor", '{"reverse": 1}'), "must be True or False but got 1; see"),
         (dict, ("--cases", "x"), "--cases does not go with --arrays"),
     ],
 )

@@ -152,7 +152,7 @@ def test_a_row_of_many_numbers_has_wide_indices(cell, dtype):
         # the backward pass the gradient before it is multiplied by `keep`. So it holds at most gates + 1 arrays.
         for arrays in range(1, cell.gates + 2):
             carries = "c" in cell.outputs or cell.op == "gru"
-            of_item = kernels_stepwise.row_length(Problem(1, 1, H, P, cell), max(H, P), arrays, carries, dtype)
+            of_item = kernels_stepwise.row_length(Problem(1, 1, H, P, cell, dtype), max(H, P), arrays, carries)
             B = -(-LIMITS.index // of_item)
             assert kernels_stepwise.index_bits(Problem(1, B, H, P, cell)) == 64
     assert kernels_stepwise.index_bits(Problem(100, 64, 1024, 1024, cell)) == 32
@@ -205,7 +205,7 @@ def test_no_launch_is_predicted_to_take_longer_than_20_ms(cell, H, B, dtype):
     problem = Problem(9999, B, H, H, cell, dtype, bidirectional=True)
     steps = [count for count, _ in kernels_fused.division(problem, False)]
     assert sum(steps) == 9999
-    layer = kernels_fused.layer_size(problem, dtype.size)
+    layer = kernels_fused.layer_size(problem)
     both = kernels_fused.step_cycles(layer, kernels_fused.rows_for(layer))
     assert max(steps) == 1 or max(steps) * both / 2 <= 0.02 * 1.278e9
 

@@ -339,10 +339,8 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
             rows = kernels_stepwise.stepwise_rows(B)
             forward = kernels_stepwise.forward_tile(problem)[:2]
             for high, columns in (forward, *kernels_stepwise.TILES.get(rows, [(rows, 8)])):
-                shape = {"tile": (high, columns), "units": (7, 7), "output": (8, mx.float32)}
-                kernels_stepwise.StepKernel(
-                    problem, mx.float32, (), kernels_stepwise.StepShader("stepwise_dh", ""), **shape
-                )
+                shape = {"tile": (high, columns), "units": (7, 7), "length": 8}
+                kernels_stepwise.StepKernel(problem, (), kernels_stepwise.StepShader("stepwise_dh", "", {}), **shape)
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
     assert len(seen) > 3
 
@@ -360,7 +358,7 @@ def test_stepwise_stays_within_the_limits_of_metal_with_a_users_cell(gates):
     cell = users_cell(gates)
     with patch.object(kernels_stepwise, "prepare", prepare):
         for B in (1, 3, 9, 33):
-            kernels_stepwise.forward_kernel(Problem(1, B, 7, 7, cell), mx.float32, (), True)
+            kernels_stepwise.forward_kernel(Problem(1, B, 7, 7, cell), ())
     kernels.forget()
     assert len(seen) > 2
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen

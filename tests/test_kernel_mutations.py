@@ -63,7 +63,6 @@ USERS = {
     "fused_norm": ({"fused": []}, ()),
     "stepwise_norm": ({"stepwise": []}, ()),
     "fused_norm_own": ({"fused": []}, ()),
-    "stepwise_norm_own": ({"stepwise": []}, ()),
     "pointwise": ({"fused": []}, ()),  # `trials` makes separate cases for cells given as a function
     "pointwise_forward": ({"fused": []}, ()),
     "pointwise_backward": ({"fused": []}, ()),
@@ -123,16 +122,17 @@ QUICK = ("stepwise_lanes",)
 # gives the reason.
 HARMLESS = {
     # The distance is a power of two, so it is never 31. The loops below it advance by 2 to an even bound.
-    "for (int distance = EVERY; distance < 32; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));"
+    "UNROLL for (int distance = EVERY; distance < 32; distance *= 2) value += simd_shuffle_xor(value, "
+    "ushort(distance));"
     "  the bound of < is one less",
-    "for (int r = 0; r < ROWS; r += 2)  the bound of < is one less",
-    "for (int n = 0; n < P::TURNS * ROWS; n += 2) {  the bound of < is one less",
+    "UNROLL for (int r = 0; r < ROWS; r += 2)  the bound of < is one less",
+    "UNROLL for (int n = 0; n < P::TURNS * ROWS; n += 2) {  the bound of < is one less",
     # The loop reads the gates that product_gradient needs. That is the first gate, r, of a GRU.
     "for (int gate = 0; gate < GATES; ++gate)  the bound of < is one less",
     # With >=, h is also read where there is no product, but then nothing uses it. So the result is the same.
     "if (product_length(s, a) > 0) operands_at<1>(row, j, h);  > becomes >=",
     # The gradient of c in a lane without a unit: the lane counts 0 in norms and writes nothing. So nothing reads it.
-    "for (int k = 0; k <= Cell::CARRIED; ++k) item.ds[k] = real ? item.ds[k] : 0.0f;  <= becomes <",
+    "UNROLL for (int k = 0; k <= Cell::CARRIED; ++k) item.ds[k] = real ? item.ds[k] : 0.0f;  <= becomes <",
     # With >=, ds[0] of a cell without c changes, too. `pass_to_h_before` sets it anew before anything reads it.
     "if (C > 0) items[r].ds[C] = live ? factor * dc[r] : items[r].ds[C];  > becomes >=",
     # dc[0] is 0: h has its cotangent in dh.
@@ -145,7 +145,7 @@ HARMLESS = {
     "for (int gate = 0; gate < 4; ++gate)  < becomes <=",
     # The loop copies N numbers, 4 per pass, and N is a multiple of 4. With the bound N - 1 it has the same passes: e =
     # 0, 4, ..., N - 4.
-    "for (int e = 0; e < N; e += 4) {  the bound of < is one less",
+    "UNROLL for (int e = 0; e < N; e += 4) {  the bound of < is one less",
     # With the smaller bound, this loop leaves out some of the last numbers, but the next loop adds all that are left.
     # So the sum has the same terms.
     "for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);  the bound of < is one less",
@@ -158,29 +158,30 @@ HARMLESS = {
     # The loop copies OWN rows, four per pass, and skips rows from OWN on. With `part <= OWN` there may be one more
     # pass, which skips all its rows. With `part < OWN - 1` there are the same passes, because OWN - 1 is not a multiple
     # of 4. So the copied rows are the same.
-    "for (int part = 0; part < OWN; part += 4) {  < becomes <=",
-    "for (int part = 0; part < OWN; part += 4) {  the bound of < is one less",
+    "UNROLL for (int part = 0; part < OWN; part += 4) {  < becomes <=",
+    "UNROLL for (int part = 0; part < OWN; part += 4) {  the bound of < is one less",
     # With >=, the block also runs for one slice. Its inner loop begins at slice 1, which does not exist, so it adds
     # nothing and the sums stay the same.
     "if constexpr (SLICES > 1) {  > becomes >=",
     # The loop looks for the array that holds row `m`. starts[n] is the first row of array n. With <=, the loop also
     # compares `m` with starts[20], the number of all rows. `m` is always below it, so the loop finds the same array.
-    "for (int n = 1; n < 20; ++n) {  < becomes <=",
+    "UNROLL for (int n = 1; n < 20; ++n) {  < becomes <=",
     # Weights with an index n below RESIDENT are in registers. With the bound RESIDENT - 1, the last of these weights is
     # read from memory instead. It has the same value there, so the product is the same.
     "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",
     # `sums` also has room for the products of other units, which nothing reads any more: with <= GATES the loop writes
     # one of them.
-    "for (int k = 0; k < LANES && LANES * j + k < GATES && !Lanes<Cell>::SCATTERS; ++k)  < becomes <=",
+    "UNROLL for (int k = 0; k < LANES && LANES * j + k < GATES && !Lanes<Cell>::SCATTERS; ++k)  < becomes <=",
     # No lane of a unit has the number LANES.
-    "for (int k = 1; k < LANES && !Lanes<Cell>::SCATTERS; ++k)  < becomes <=",
+    "UNROLL for (int k = 1; k < LANES && !Lanes<Cell>::SCATTERS; ++k)  < becomes <=",
     # In this branch `lane` is never equal to GATE_N, so > and >= choose the same block.
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
     # With <=, one more matrix is read, but no product uses it. So the result is the same.
     "if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);  < becomes <=",
     # With <=, the loop also looks at the activation of the output, which follows those of the gates. At worst the
     # kernel then runs the slower code that computes gates one by one. This code gives the same result.
-    "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
+    "UNROLL for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);"
+    "  < becomes <=",
     # Only cells with four lanes per unit call this function. So N is 4, and both conditions are true.
     "float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }  > becomes >=",
     # P is the number of recurrent products of a cell. With `P >= 0` instead of `P > 0`, cells without a product (P = 0)
@@ -191,7 +192,8 @@ HARMLESS = {
     # After the end of a sequence (`live` is false) these loops write 0 instead of the values that a step saves. With a
     # smaller bound a loop leaves out the last value. The backward pass reads no value after the end, so the gradients
     # are the same.
-    "for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;  the bound of < is one less",
+    "UNROLL for (int j = 0; j < REGISTERS_OF<Cell::KEPT, LANES>; ++j) y[j] = live ? y[j] : 0.0f;"
+    "  the bound of < is one less",
     # A lane whose block index LANES * j + lane is too large loads the last block, COUNT - 1. With the bound COUNT - 1
     # the condition changes only for the index COUNT - 1. Both branches of ?: then give block COUNT - 1.
     "const int block = COUNT % LANES == 0 || LANES * j + lane < COUNT ? LANES * j + lane : COUNT - 1;"
@@ -206,7 +208,8 @@ HARMLESS = {
     "  the bound of < is one less",
     # With <=, the loop also adds up the number in `sums` that follows the products of this unit. This number belongs to
     # another unit, and nothing here uses the sum. So the result is the same.
-    "for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Lanes<Cell>::LANES>(sums[n]);  < becomes <=",
+    "UNROLL for (int n = 0; n < Cell::PRODUCTS; ++n) sums[n] = sum_over_lanes<Lanes<Cell>::LANES>(sums[n]);"
+    "  < becomes <=",
     # For tanh the function `squash` returns the formula `near` if z = x * x < 0.3, otherwise the formula `far`. With <=
     # it returns `near` at z = 0.3, where both are precise enough. The second change concerns only power = 126: both
     # branches of ?: then give 126.
@@ -225,7 +228,7 @@ HARMLESS = {
     # In these conditions the index and the bound (COUNT or K) are multiples of the same number, which is more than 1.
     # So a bound that is smaller by one changes nothing. With `k <= K` the loop runs once more, at k = K, but no lane
     # has a weight there, and the product is the same.
-    "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
+    "UNROLL for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
     "if (k + first < uint(K)) multiply(rows, weights, columns, place, part);  the bound of < is one less",
@@ -254,8 +257,8 @@ HARMLESS = {
 }
 
 ENDLESS = {
-    "  for (int n = 0; n < OWN; ++n) {  < becomes <=",
-    "  for (int r = 0; r < ROWS; ++r) {  < becomes <=",
+    "  UNROLL for (int n = 0; n < OWN; ++n) {  < becomes <=",
+    "  UNROLL for (int r = 0; r < ROWS; ++r) {  < becomes <=",
 }
 """Damages of stepwise_lanes.metal that are not tried: lines with their indentation, and the change. A damaged loop
 writes past an array of registers. In the emulator it then overwrites its own counter and never ends."""
@@ -307,11 +310,11 @@ def trials(file, kind):
             op = "rnn" if sizes[3] in (80, 512) else "lstm"
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
-    if file.endswith("norm_own"):
+    if file in ("fused_norm_own", "stepwise_norm"):
         for path in PATHS.values():
             if "norm" in path.options and path.engine == next(iter(users)):
                 yield "path", path, OwnJudge(case_of(path)), None, None
-    elif "norm" in file:
+    if "norm" in file and file != "fused_norm_own":
         for engine in users if file != "norm" else NORMS:
             for name, sizes, options in NORMS[engine]:
                 yield "norm", engine, NORMED[name], sizes, options

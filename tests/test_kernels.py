@@ -342,7 +342,8 @@ def test_every_weight_is_arranged_once(layer, sweep, matrices):
         problem = Problem(2, 3, H, H, cell, bidirectional=D == 2)
         Wh = 1 + np.arange(D * cell.gates * H * H, dtype=np.float32).reshape(D, -1, H)
         with on_metal(), matrices_from(1 if matrices else 100):
-            arranged = np.array(kernels_fused.arrange(sweep, problem, mx.array(Wh[0] if D == 1 else Wh)))
+            launch = kernels_fused.arrange_launch(sweep, problem)
+            arranged = np.array(launch(inputs=[mx.array(Wh[0] if D == 1 else Wh)])[0])
         for of_direction, weights in zip(arranged, Wh, strict=True):
             found = np.sort(of_direction, axis=None)
             np.testing.assert_array_equal(found[found > 0], weights.reshape(-1))

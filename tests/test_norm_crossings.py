@@ -135,6 +135,18 @@ def test_an_own_cell_with_norms_crosses(crossing, tmp_path):
 
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 @pytest.mark.parametrize("norm", OWN_NORMS, ids=repr)
+@pytest.mark.parametrize("batch", [1, H + 1])
+def test_a_stepper_with_each_norm_and_a_wide_batch(batch, norm, engine):
+    """A stepper may subtract the means from the weights instead of from each product, for example with a wide batch."""
+    x = np.random.default_rng(1).normal(size=(batch, L, D))
+    with mx.stream(mx.cpu):
+        layer, lstm = own(norm, engine=engine), filled(nn.LSTM(D, H, layer_norm=True, engine=engine))
+        near(by_steps([layer], mx.array(x, mx.float32)), own_reference(layer, x, norm))
+        near(by_steps([lstm], mx.array(x, mx.float32)), lstm_reference(lstm.parameters(), x))
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("norm", OWN_NORMS, ids=repr)
 def test_each_norm_of_an_own_cell_in_each_direction(norm, engine):
     """Forward, in reverse, in both directions, with checkpoints, and with separate parts of each gate."""
     x = mx.array(X, mx.float32)

@@ -120,10 +120,8 @@ def measure_host(size: Size, dtype: str) -> list[Cost]:
     with as_on_a_mac():  # so that our layers choose the Metal engines
         mx.export_function(lambda node: None, timed, *arrays)  # the callback discards the export
     middle = {key: median(each) for key, each in times.items()}
-    return [
-        Cost(name, which, value, value / size.T, value / middle[THEIRS, which])
-        for (name, which), value in middle.items()
-    ]
+    theirs = {which: middle[THEIRS, which] for which in ("forward", "backward")}
+    return [Cost(name, which, s, s / size.T, s / theirs[which]) for (name, which), s in middle.items()]
 
 
 def host_text(size: Size, dtype: str, costs: list[Cost]) -> str:

@@ -277,9 +277,8 @@ def of_options(case: CompareCase) -> Iterator[Change]:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():
         other = next(word for word in HARD_SIGMOIDS if word != "x/5")
-        yield Change(
-            "hard_sigmoid", "hard_sigmoid has the slope 1/6 (E:hard_sigmoid)", readings={"hard_sigmoid": other}
-        )
+        words = "hard_sigmoid has the slope 1/6 (E:hard_sigmoid)"
+        yield Change("hard_sigmoid", words, readings={"hard_sigmoid": other})
     mask = case.arrays.get("mask")
     if case.bidirectional and mask is not None and mask.ndim == 3 and len(mask) == 2:
         yield Change("mask", "the mask is [2, N, H] (E:mask)", side_by_side)

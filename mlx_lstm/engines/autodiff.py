@@ -42,7 +42,7 @@ import mlx.core as mx
 import numpy as np
 
 from .cells import AnyCell, PointwiseCell, normalises_input
-from .chunks import HALVES, SEQUENCES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
+from .chunks import Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
 from .definitions import UNBOUNDED
 from .input_norm import before_steps
 from .metal import fused, stepwise
@@ -50,8 +50,9 @@ from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
 from .ops.packed import dequantized
+from .ops.pointwise import gradients_by_mlx
 from .packing import packed_names
-from .problem import Arrays, Problem
+from .problem import HALVES, SEQUENCES, Arrays, Problem
 from .tracing import MARKS_COME_FIRST, ZERO, custom_function, have_values, vjp, with_graphs_kept
 
 ENGINE_MODULES: dict[str, Any] = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
@@ -59,10 +60,9 @@ ENGINE_MODULES: dict[str, Any] = {"fused": fused, "stepwise": stepwise, "numpy":
 
 
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
-"""Groups of outputs that share a tap, an identity function whose vjp rule notes that these outputs have a cotangent. A
-tap costs the host as much time as two kernel launches. The last states hT and cT share a tap because they are small: if
-only one of them has a cotangent, the backward pass reads zeros for the other, which costs less time than a second
-tap."""
+"""Groups of outputs that share a tap, which costs the host as much time as two kernel launches. The last states hT and
+cT share one because they are small: if only one of them has a cotangent, the backward pass reads zeros for the other,
+which costs less time than a second tap."""
 
 
 Refusal = Callable[[tuple[str, ...]], str]
@@ -74,9 +74,8 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
     """Run a recurrence on an engine. Return the outputs that the caller wants, by name; gates are None if the caller
     does not want them. x and the sequences are [B, T, .] with `batch_first`. For a single step x may be [B, I].
 
-    arrays: the arguments x, Wx, Wh and so on, by name; `engines.problem` lists their shapes. refusal: a function that
-    is called with the names of the outputs that have a cotangent. It returns a reason if the engine's backward pass
-    must not run; then the engine `ops` computes the gradients.
+    refusal: a function that is called with the names of the outputs that have a cotangent. It returns a reason if the
+    engine's backward pass must not run; then the engine `ops` computes the gradients.
 
     The gradient of the outputs comes from the engine's backward pass (`differentiable`), except in two cases: nobody
     can ask for a gradient (`problem.plain`), or MLX derives the gradient from the operations of `ops`. Here
@@ -159,24 +158,22 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
 
 
 def with_gradient(problem: Problem, arrays: Arrays) -> list[str]:
-    """Return the names of the arrays that have a gradient: all arrays except lengths and the arrays of quantized
-    weights."""
-    quantized = [] if problem.packing is None else packed_names(arrays)
-    return [name for name in arrays if name != "lengths" and name not in quantized]
+    """Return the names of the arrays that have a gradient: all but lengths and the arrays of quantized weights."""
+    no_gradient = {"lengths"} if problem.packing is None else {"lengths", *packed_names(arrays)}
+    return [name for name in arrays if name not in no_gradient]
 
 
 def differentiable(
     problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, refusal: Refusal | None
 ) -> Arrays:
     """Run the engine and return its outputs by name. If MLX asks for their gradient, the engine's backward pass
-    computes it. refusal: a function that returns a reason if the backward pass must not run; then `ops` computes the
-    gradient.
+    computes it, or `ops` if `refusal` returns a reason.
 
-    A custom function of MLX must get every array as an argument. MLX treats any other array that the function reads
-    as a constant: MLX does not map it, and its gradient is 0.
+    A custom function of MLX must get every array as an argument. MLX treats any other array that the function reads as
+    a constant: MLX does not map it, and its gradient is 0.
 
-    None of the functions inside refers to the custom function. So the graph, the gradient function and all arrays
-    that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
+    None of the functions inside refers to the custom function. So the graph, the gradient function and all arrays that
+    they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
     names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]  # sweeps: has the functions forward and backward
     # MLX gets the outputs that `visible` names. The results that `hidden` names are saved only in the dict `saved`,
@@ -243,11 +240,9 @@ def differentiable(
 def with_taps(
     problem: Problem, outputs: Arrays, used: set[str], chunked: Chunked | None, mark: mx.array | None
 ) -> Arrays:
-    """Return the outputs after their taps: identity functions that add the names of the outputs with a cotangent to the
-    set `used`. Outputs of one group in TAPS share a tap. chunked: holds the real sequences if chunks were evaluated, or
-    None. mark: a scalar that the taps take as an argument, to notice that MLX asks for the gradient of x; or None."""
+    """Return the outputs after their taps, which add the names of the outputs with a cotangent to the set `used`."""
     shown = shown_of(problem)
-    for group in [[name for name in sharing if name in shown] for sharing in TAPS]:
+    for group in filter(None, [[name for name in sharing if name in shown] for sharing in TAPS]):
         outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked, mark), strict=True)
     return outputs
 
@@ -313,18 +308,13 @@ def is_rnn_step(problem: Problem) -> bool:
 def tapped(
     names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None, mark: mx.array | None
 ) -> tuple[mx.array, ...]:
-    """Return the outputs `values` after an identity function (a tap), which finds out whether these outputs have a
-    cotangent. If MLX asks for a gradient through the tap, the tap's vjp rule adds `names`, the names of the outputs,
-    to the set `used`, which the backward pass reads.
+    """Return the outputs `values` after a tap. If MLX asks for a gradient through the tap, its vjp rule adds `names`,
+    the names of the outputs, to the set `used`, which the backward pass reads.
 
-    chunked: runs the call in chunks, or None. If it evaluated the chunks, MLX got stand-ins for the sequences to save
-    memory: zeros of the same shape. The tap returns the real sequences, which `chunked` holds.
-
-    mark: the scalar from `gradient_mark`, or None. The tap takes the mark as one more argument. So if MLX asks for the
-    gradient of x, on which the mark depends, it calls the mark's vjp rule, too.
+    If `chunked` evaluated the chunks, MLX got stand-ins for the sequences to save memory: zeros of the same shape. The
+    tap returns the real sequences, which `chunked` holds. The tap takes the mark, or None, as one more argument. So if
+    MLX asks for the gradient of x, on which the mark depends, it calls the mark's vjp rule, too.
     """
-    if not names:
-        return ()
     shows = values if chunked is None else chunked.real_sequences(names, values)
     marks = () if mark is None else (mark,)
 
@@ -347,16 +337,11 @@ with a cotangent."""
 
 
 def gradient_mark(x: mx.array, used: set[str]) -> mx.array:
-    """Return a mark: a scalar 0 that depends on x and has its own vjp rule. The rule adds `MARK` to the set `used`,
-    from which the backward pass learns that MLX asks for the gradient of x.
+    """Return a mark: a scalar 0 that depends on x and whose vjp rule adds `MARK` to the set `used`. The taps also take
+    the mark. So MLX calls its rule if, and only if, it asks for the gradient of x, and before the backward pass of the
+    recurrence."""
 
-    The outputs of the recurrence pass through identity functions (taps) that also take the mark. So MLX calls the
-    mark's rule if, and only if, it asks for the gradient of x. It calls this rule before the backward pass of the
-    recurrence.
-    """
-
-    # The vjp rule of the mark. It notes that MLX asks for the gradient of x, and returns zeros as this gradient,
-    # because the mark is a constant.
+    # The vjp rule of the mark. It returns zeros as the gradient of x, because the mark is a constant.
     def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         used.add(MARK)
         return mx.broadcast_to(mx.array(0, primal.dtype), primal.shape)
@@ -407,8 +392,7 @@ def backward(
     """Return the gradients of all arrays except lengths and quantized weights. MLX can differentiate these gradients
     again as far as the engine supports it.
 
-    cotangents: the cotangents of some outputs. forward: (the outputs that MLX got from the forward pass, the results
-    that only Python saved).
+    forward: (the outputs that MLX got from the forward pass, the results that only Python saved).
     """
     outputs, hidden = forward
     # The gradients of `ops` are a graph, so MLX can differentiate them again. If chunks were evaluated, their gradients
@@ -458,11 +442,7 @@ def engine_gradients(
     gradients as pairs of factors; `numpy.multiplied` multiplies them later, one by one.
 
     `numpy` can compute only with arrays that have values. If mx.vmap computes a Jacobian, the cotangents have no
-    values; then the engine `ops` computes the gradients.
-
-    chunked: the object that runs the engine in chunks of time; None if the call is not divided. saved: what the forward
-    pass saved, by name. left_out: the gradients that `numpy` does not compute: ("x",) if MLX does not ask for the
-    gradient of x, else ().
+    values; then the engine `ops` computes the gradients. saved: what the forward pass saved, by name.
     """
     sweeps = chunked or ENGINE_MODULES[engine]  # both have the function `backward`
     if engine != "numpy":
@@ -493,31 +473,23 @@ def gradients_with_input_norm(problem: Problem, floats: Arrays, cotangents: Arra
     `before_steps` normalises this product, and `ops` runs the steps. So `ops` first computes the gradients of the
     normalised product and of the other arrays of the steps. From these MLX derives the gradients of the arrays of the
     call. floats: the arrays of the call, with dequantized weights."""
-    # names: the arrays that MLX differentiates. rest: lengths, which are integers and have no gradient.
-    names = [name for name in floats if name != "lengths"]
-    rest = {name: floats[name] for name in floats if name == "lengths"}
 
     # Return (cell, arrays) for the steps. There x is the normalised product, and the cell no longer normalises it. The
     # packing, the third result of `before_steps`, is left out: no weight is quantized here.
     def of_steps(arrays: Arrays) -> tuple[AnyCell, Arrays]:
         return before_steps(problem.cell, arrays, packing=None, directions=problem.directions, batch_first=False)[:2]
 
-    def before(*values: mx.array) -> list[mx.array]:
-        _, found = of_steps(dict(zip(names, values, strict=True)) | rest)
-        return [found[name] for name in found if name != "lengths"]
-
     cell, given = of_steps(floats)  # given: the arrays of the steps by name
     steps = problem._replace(cell=cell, names=tuple(given), packing=None)
     gradients = plain_gradients(steps, given, cotangents)
-    d = [gradients[name] for name in given if name != "lengths"]
-    return dict(zip(names, vjp(before, [floats[name] for name in names], d)[1], strict=True))
+    d = {name: gradients[name] for name in given if name != "lengths"}
+    return gradients_by_mlx(lambda arrays: of_steps(arrays)[1], floats, d)
 
 
 def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cotangents: Arrays, saved: Any) -> Arrays:
     """Return the gradients that the engine `ops` computes and evaluates chunk by chunk to save memory. Evaluated
     gradients have no graph. So if MLX asks for a second derivative, `plain_gradients` computes the same gradients again
-    as one graph of all steps, which MLX differentiates. floats: the arrays of the call, with dequantized weights.
-    saved: what the forward pass saved."""
+    as one graph of all steps. floats: the arrays of the call, with dequantized weights."""
     # A custom function takes arrays only as arguments, one after the other: all arrays but lengths (integers, which
     # have no gradient), then the cotangents. `split` makes dicts of them again.
     names = [name for name in floats if name != "lengths"]
@@ -541,8 +513,8 @@ def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cota
 
 
 def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return the same arrays. The quantized weights among them now have a derivative rule that raises an error if MLX
-    asks for their gradient."""
+    """Return the same arrays, whose quantized weights now have a derivative rule that raises an error if MLX asks for
+    their gradient."""
     names = packed_names(arrays)
     error = (
         f"[{problem.cell.op}] quantized weights have no gradient: freeze them, as layer.freeze() does, or "
@@ -564,19 +536,9 @@ def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: st
     def refuse(*arguments: object) -> NoReturn:
         raise RuntimeError(error)
 
-    # The rule for mx.vmap: map `function` over the axes that MLX names, and refuse derivatives of the mapped function,
-    # too. Return the results, and for each result the axis along which it is mapped (0). `function` may evaluate its
-    # arguments; `with_graphs_kept` keeps their graphs, which an outer derivative needs.
-    def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
-        mapped = without_derivatives(mx.vmap(function, in_axes=axes), error)
-        results = with_graphs_kept(lambda: mapped(*values))
-        return results, (0,) * len(results)
-
-    wrapped = custom_function(function)
-    wrapped.vjp(refuse)
-    wrapped.jvp(refuse)
-    wrapped.vmap(vmap)
-    return wrapped
+    return with_rules(
+        function, refuse, refuse, lambda axes: without_derivatives(mx.vmap(function, in_axes=axes), error)
+    )
 
 
 def with_derivatives_of(
@@ -585,18 +547,29 @@ def with_derivatives_of(
     """Return a function that computes its results with `function`, and the derivatives of these results with `plain`.
     Both compute the same results, but the results of `function` have no graph, so MLX can differentiate only `plain`.
     Both take at least two arrays: with only one, MLX would call their rules with an array instead of a tuple."""
+    return with_rules(
+        function,
+        lambda values, cotangents, _: tuple(vjp(plain, values, cotangents)[1]),
+        lambda values, tangents: tuple(tangents_of(plain, values, tangents)),
+        lambda axes: with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes)),
+    )
 
-    # The rule for mx.vmap: map both functions over the axes that MLX names. Return the results, and for each result the
-    # axis along which it is mapped (0). `function` evaluates its arguments; `with_graphs_kept` keeps their graphs,
-    # which an outer derivative needs.
+
+def with_rules(
+    function: Callable[..., Any], vjp: Callable[..., Any], jvp: Callable[..., Any], mapped: Callable[[Any], Any]
+) -> Any:
+    """Return a custom function that calls `function`, with the rules vjp and jvp for its derivatives. mapped(axes): the
+    function to call inside mx.vmap: `function`, mapped over the axes that MLX names, with rules of its own."""
+
+    # The rule for mx.vmap. Return the results, and for each result the axis along which it is mapped (0). `function`
+    # may evaluate its arguments; `with_graphs_kept` keeps their graphs, which an outer derivative needs.
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
-        mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))
-        results = with_graphs_kept(lambda: mapped(*values))
+        results = with_graphs_kept(lambda: mapped(axes)(*values))
         return results, (0,) * len(results)
 
     wrapped = custom_function(function)
-    wrapped.vjp(lambda values, cotangents, _: tuple(vjp(plain, values, cotangents)[1]))
-    wrapped.jvp(lambda values, tangents: tuple(tangents_of(plain, values, tangents)))
+    wrapped.vjp(vjp)
+    wrapped.jvp(jvp)
     wrapped.vmap(vmap)
     return wrapped
 

@@ -163,7 +163,7 @@ class Captured:
 
     def enter(self, value: Any, path: str, names: tuple[str, ...], depth: int) -> None:
         """Search the parts of an object that is not a single value. path, names: as in `visit`. depth: how many objects
-        lead from the function to these parts."""
+        lead to these parts."""
         if isinstance(value, MethodType):
             code = getattr(value.__func__, "__code__", None)  # a method that Python did not compile has no code
             self.visit(value.__func__, path, names, depth)
@@ -173,8 +173,8 @@ class Captured:
             parts = [("func", value.func), ("arguments", value.args), ("keywords", value.keywords)]
             self.many(parts, path, names, depth)
         elif isinstance(value, nn.Module) and is_of_library(value):
-            # The code of a layer of mlx.nn does not change, but what it holds does: numbers in its attributes, arrays
-            # and further layers in its items.
+            # The code of a layer of mlx.nn does not change, but the numbers, arrays and further layers that it holds
+            # do.
             self.is_whole = False
             self.modules.append(value)
             self.many([("", vars(value)), ("", dict(value))], "", names, depth)
@@ -199,7 +199,7 @@ class Captured:
         """Search a function of Python: what it reads, and those of its own attributes that `names` has, the names in
         the code that uses the function. path: as in `visit`. depth: how many objects lead to these parts."""
         self.key.append(value.__code__)
-        # read: the names in its own code, which say what it reads of its variables and defaults.
+        # read: the names in its own code, which say what it reads.
         read = names_in(value.__code__)
         # A function with attributes, or one that reads variables by a text.
         self.is_whole &= not vars(value) and HIDING_READERS.isdisjoint(read)
@@ -225,15 +225,14 @@ class Captured:
             with suppress(Exception):  # a property of the user's may raise anything
                 found.append((name, getattr(value, name)))
         for name, held in found:
-            # The arrays of a module, which is in `modules` itself, and the results of a property have no path.
+            # The arrays of a module and the results of a property have no path.
             is_held = not isinstance(value, nn.Module) and not isinstance(getattr(type(value), name, None), property)
             self.visit(held, "" if not is_held else f"{path}.{name}" if path else name, names, depth)
         for method in methods:  # last: they may lead to much that the function never reaches
             self.visit(method, path, names, depth)
 
     def many(self, pairs: Iterable[tuple[str, Any]], path: str, names: tuple[str, ...], depth: int) -> None:
-        """Search what a container or a partial function holds, given as pairs (name, object). path: that of the
-        container, or "". names, depth: as in `visit`."""
+        """Search the pairs (name, object) of a container or a partial function. path, names, depth: as in `visit`."""
         for name, value in pairs:
             self.visit(value, f"{path}.{name}" if path else "", names, depth)
 
@@ -306,8 +305,10 @@ def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
     """Return the variables of enclosing functions and the global variables that a function reads, as pairs (name,
     value)."""
     # A cell of Python holds a variable that an enclosing function shares with the functions inside of it.
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = [(name, cell.cell_contents) for name, cell in cells if cell_is_full(cell)]
+    held: list[tuple[str, Any]] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # the variable has no value yet
+            held.append((name, cell.cell_contents))
     names = [name for name in globals_in(function.__code__) if name in function.__globals__]
     return [*held, *((name, function.__globals__[name]) for name in names)]
 
@@ -328,12 +329,3 @@ def names_in(code: CodeType) -> tuple[str, ...]:
     inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
     texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
     return tuple(dict.fromkeys([*code.co_names, *inner, *texts]))
-
-
-def cell_is_full(cell: Any) -> bool:
-    """Return whether a variable of an enclosing function, held in a closure's cell, has a value yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -26,6 +26,7 @@ package.
 
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
@@ -66,8 +67,8 @@ class Graph:
         if op in COMMUTES:  # a + b and b + a become the same node
             args = tuple(sorted(args))
         if repr(Node(op, args)) in self.numbers:
-            # The graph has this node already. Return it without a rewrite: a rewrite could add another node with the
-            # same value, so that the value is computed twice, once by the cell and once by its derivative.
+            # The graph has this node already. A rewrite could add another node with the same value, so that the value
+            # is computed twice, once by the cell and once by its derivative.
             return self.node(Node(op, args))
         for rewrite in REWRITES.get(op, ()):
             same = rewrite(self, *args)
@@ -76,11 +77,11 @@ class Graph:
         return self.node(Node(op, args))
 
     def input(self, name: str) -> int:
-        """Return the number of the node for the input with this name. Add the node if it is missing."""
+        """Return the number of the node for the input with this name, which is added if it is missing."""
         return self.node(Node("input", (), name))
 
     def constant(self, value: float) -> int:
-        """Return the number of the node for this constant. Add the node if it is missing."""
+        """Return the number of the node for this constant, which is added if it is missing."""
         return self.node(Node("const", (), float(value)))
 
     def node(self, node: Node) -> int:
@@ -92,13 +93,12 @@ class Graph:
         return self.numbers[key]
 
     def normalise(self, x: int, matrix: int) -> int:
-        """Return the node that replaces a product of x and `matrix`, which stands for a layer normalisation while a
-        cell is traced. matrix: the node of the input N0 or N0T.
+        """Return the node that replaces the product of x and `matrix` (the node of the input N0 or N0T), which stands
+        for a layer normalisation while a cell is traced.
 
         MLX traces the normalisation of c as a product c N0 with a matrix N0. MLX's gradient of this product is d N0^T.
         The first product becomes the node "norm" (c, N0), the second one the node "unnorm" (d, c, N0): the gradient of
-        c. The node "unnorm" has c as an operand, because the derivative of a normalisation depends on what was
-        normalised.
+        c, which depends on c, too.
         """
         if self.nodes[matrix].value == "N0":
             return self.add("norm", x, matrix)
@@ -143,8 +143,8 @@ def add_branches(graph: Graph, a: int, b: int) -> int | None:
     one, other = graph.nodes[a], graph.nodes[b]
     if one.op != "select" or other.op != "select" or one.args[0] != other.args[0]:
         return None
-    # one: x if p else y. other: u if p else v. Their sum is (x + u) if p else (y + v). It needs no addition if x and v
-    # are 0, or if y and u are 0.
+    # one: x if p else y. other: u if p else v. Their sum (x + u) if p else (y + v) needs no addition if x and v are 0,
+    # or if y and u are 0.
     (p, x, y), (_, u, v) = one.args, other.args
     zeros = {graph.value(x), graph.value(v)}, {graph.value(y), graph.value(u)}
     return graph.add("select", p, graph.add("add", x, u), graph.add("add", y, v)) if {0.0} in zeros else None
@@ -212,7 +212,7 @@ def small_power(graph: Graph, x: int, exponent: int) -> int | None:
         return product if power == 2 else graph.add("mul", x, product)
     if power in (0.5, -0.5):
         # pow(-0, 0.5) is 0, but sqrt(-0) is -0. So take the root of x + 0, which is 0 for both zeros. `graph.node` adds
-        # this sum without a rewrite, which could remove it.
+        # this sum without a rewrite.
         positive = graph.node(Node("add", tuple(sorted((x, graph.constant(0))))))
         return graph.add("sqrt" if power == 0.5 else "rsqrt", positive)
     return graph.add("div", graph.constant(1), x) if power == -1 else None
@@ -239,7 +239,7 @@ def after_clip(op: str) -> Callable[..., int | None]:
         for n, node in enumerate(graph.nodes):
             if bound is None or not graph.is_built_in or x not in node.args or node.op not in (first, second):
                 continue
-            # Node n is max(x, k) or min(x, k). Compare node n with c instead of x, if the result is the same.
+            # Node n is max(x, k) or min(x, k). Compare it with c instead of x, if the result is the same.
             k = graph.value(node.args[1] if node.args[0] == x else node.args[0])
             if k is not None and (k == bound if node.op == first else (k > bound if op == "gt" else k < bound)):
                 return graph.add(op, n, c)
@@ -295,49 +295,49 @@ def needed(nodes: list[Node] | tuple[Node, ...], outputs: Iterable[int], leaves:
     return sorted(found)  # a node's operands have smaller numbers
 
 
-class CellGraph:
-    """A recurrent cell as a graph: one step forward and its gradient. All lists below are numbers of nodes in `nodes`.
+class Counts(NamedTuple):
+    """How many gates, states, inputs of each step and parameters a cell has."""
 
-    apart: whether the cell reads the input's part and the recurrent part of each preactivation as two values. forward:
-    the new states. names: the names of the inputs that are differentiated, such as x0, the first preactivation, or s0,
-    the state h; the module's docstring lists them. back: the gradients of these inputs. saved: the nodes of the forward
-    pass that the backward pass reads, besides states and inputs. gates, states, inputs, params: how many the cell has.
-    """
-
-    nodes: tuple[Node, ...]
-    apart: bool
-    forward: tuple[int, ...]
-    back: tuple[int, ...]
-    saved: tuple[int, ...]
     gates: int
     states: int
     inputs: int
     params: int
 
-    def __init__(
-        self,
-        nodes: tuple[Node, ...],
-        counts: tuple[int, int, int, int],
-        apart: bool,
-        forward: tuple[int, ...],
-        back: tuple[int, ...],
-        saved: tuple[int, ...],
-        names: tuple[str, ...] | None = None,
-    ):
-        """Create the graph from its parts, which the class describes. counts: how many gates, states, inputs of each
-        step and parameters the cell has. names: the names of the inputs that are differentiated; None for a user's
-        cell, for which `names_of` returns them."""
-        self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
-        self.gates, self.states, self.inputs, self.params = counts
+
+@dataclass(eq=False, repr=False)
+class CellGraph:
+    """A recurrent cell as a graph: one step forward and its gradient. All lists below are numbers of nodes in `nodes`.
+
+    apart: whether the cell reads the input's part and the recurrent part of each preactivation as two values. forward:
+    the new states. names: the names of the inputs that are differentiated, such as x0, the first preactivation, or s0,
+    the state h; the module's docstring lists them. For a user's cell `names_of` returns them. back: the gradients of
+    these inputs. saved: the nodes of the forward pass that the backward pass reads, besides states and inputs.
+    """
+
+    nodes: tuple[Node, ...]
+    counts: Counts
+    apart: bool
+    forward: tuple[int, ...]
+    back: tuple[int, ...]
+    saved: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    gates: int = field(init=False)
+    states: int = field(init=False)
+    inputs: int = field(init=False)
+    params: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gates, self.states, self.inputs, self.params = self.counts
         # number: {name of an input: its node}
-        self.number: dict[str, int] = {node.value: n for n, node in enumerate(nodes) if node.op == "input"}
-        self.names: tuple[str, ...] = names or names_of(counts, apart)
+        self.number: dict[str, int] = {node.value: n for n, node in enumerate(self.nodes) if node.op == "input"}
         # The user's function. None for a built-in cell, and for the trial run of kernels, which gets only the graph.
         self.function: Callable[..., list[Any]] | None = None
         # A graph is a part of the key of every cache, so its hash is computed once. `names` and `function` are no part
         # of it: `names` follows from the other parts, and functions with equal graphs compute the same.
-        self.content: tuple[Any, ...] = (repr(nodes), counts, apart, forward, back, saved)
-        self.hash: int = hash(self.content)
+        parts = repr(self.nodes), self.counts, self.apart, self.forward, self.back, self.saved
+        self.content: tuple[Any, ...] = parts
+        self.hash: int = hash(parts)
+        self.names = self.names or names_of(self.counts, self.apart)
 
     def __hash__(self) -> int:
         return self.hash
@@ -369,32 +369,34 @@ class CellGraph:
 
     @cached_property
     def stored_gradients(self) -> list[int]:
-        """Return the nodes of the gradients of preactivations that a backward pass in Metal stores. First come the
-        gradients of the recurrent parts of all gates. Then come the gradients of input parts, but only those that are
-        different nodes; most cells have none."""
+        """The nodes of the gradients of preactivations that a backward pass in Metal stores: those of the recurrent
+        parts of all gates, then those of input parts that are different nodes; most cells have none."""
         products = self.of_product()
         return [*products, *(n for n in dict.fromkeys(self.gradients("x")) if n not in products)]
 
+    @cached_property
+    def passes_h(self) -> bool:
+        """Whether a part of the gradient of h before a step bypasses the product h Wh^T."""
+        return self.nodes[self.gradients("s")[0]] != Node("const", (), 0.0)
+
     def known_after(self) -> dict[int, int]:
         """Return the new states that the backward pass can read from the outputs: {node: number of the state}. A state
-        that is a constant or an unchanged input is left out, because the backward pass knows its value without the
-        outputs."""
+        that is a constant or an unchanged input is left out, because its value is known without the outputs."""
         return {n: k for k, n in enumerate(self.forward) if self.nodes[n].op not in ("const", "input")}
 
+    @cached_property
+    def read_back(self) -> set[int]:
+        """The nodes that the backward pass reads or computes. The nodes that the forward pass saved and the new states
+        are known to it, so it does not read their operands."""
+        return {*needed(self.nodes, self.back, {*self.saved, *self.known_after()})}
+
     def reads(self, name: str) -> bool:
-        """Return whether the backward pass reads the input `name`. It does not if it can compute all gradients from
-        what it has anyway: the nodes that the forward pass saved, and the new states."""
-        return name in self.number and self.number[name] in needed(
-            self.nodes, self.back, {*self.saved, *self.known_after()}
-        )
+        """Return whether the backward pass reads the input `name`."""
+        return self.number.get(name, -1) in self.read_back  # -1: the graph has no such input
 
     def reads_after(self, k: int) -> bool:
         """Return whether the backward pass reads the new state k."""
-        # leaves: the nodes whose values the backward pass has without computing them: what the forward pass saved, and
-        # the new states.
-        leaves = {*self.saved, *self.known_after()}
-        # True if the outputs contain the state (`known_after`), and a gradient is computed from it (`needed`).
-        return self.forward[k] in self.known_after() and self.forward[k] in needed(self.nodes, self.back, leaves)
+        return self.forward[k] in self.known_after() and self.forward[k] in self.read_back
 
     def has_product(self) -> bool:
         """Return whether a step has a second product, besides that with Wh: its matrix is the input "W0T"."""
@@ -405,44 +407,39 @@ class CellGraph:
         return "N0" in self.number
 
     def norm_operand(self, op: str) -> int:
-        """Return the first operand of the node "norm" or "unnorm" (op): c before its normalisation, or the gradient of
-        the normalised, scaled and shifted c."""
+        """Return the first operand of the node "norm" or "unnorm" (op): c, or the gradient of the norm's result."""
         return next(node.args[0] for node in self.nodes if node.op == op)
 
     def operand(self, matrix: str) -> int:
-        """Return the node that is multiplied by `matrix`, the input "W0T" (in the forward pass) or "W0" (in the
-        backward pass). It is the other operand of the step's second product."""
-        # The operands of a node "matmul": first what is multiplied, then the matrix.
+        """Return the node that the step's second product multiplies by `matrix`, the input "W0T" (forward) or "W0"
+        (backward)."""
+        # The operands of a node "matmul": what is multiplied, then the matrix.
         products = [node for node in self.nodes if node.op == "matmul" and self.nodes[node.args[1]].value == matrix]
         return products[0].args[0]
 
     @cached_property
     def recomputed(self) -> list[int]:
-        """Return the numbers of the gates whose recurrent product (h Wh^T) the backward pass computes again, because it
-        reads the product and the forward pass did not save it. An example is the candidate of a GRU."""
-        # The name of a gate's recurrent product is p and the gate's number.
+        """The numbers of the gates whose recurrent product (h Wh^T) the backward pass computes again, because it reads
+        the product and the forward pass did not save it. An example is the candidate of a GRU."""
         return [k for k in range(self.gates) if self.reads(f"p{k}")]
 
     def to_json(self) -> list[Any]:
         """Return the graph as lists and numbers, from which `from_json` makes it again."""
-        counts = self.gates, self.states, self.inputs, self.params
-        return [[list(node) for node in self.nodes], counts, self.apart, self.forward, self.back, self.saved]
+        return [[list(node) for node in self.nodes], self.counts, self.apart, self.forward, self.back, self.saved]
 
 
 def from_json(content: list[Any]) -> CellGraph:
     """Return the graph that `CellGraph.to_json` wrote."""
     nodes, counts, apart, *lists = content  # lists: forward, back, saved
-    gates, states, inputs, params = counts
     forward, back, saved = (tuple(numbers) for numbers in lists)
     made = tuple(Node(op, tuple(args), value) for op, args, value in nodes)
-    return CellGraph(made, (gates, states, inputs, params), apart, forward, back, saved)
+    return CellGraph(made, Counts(*counts), apart, forward, back, saved)
 
 
-def names_of(counts: tuple[int, int, int, int], apart: bool) -> tuple[str, ...]:
+def names_of(counts: Counts, apart: bool) -> tuple[str, ...]:
     """Return the names of the inputs of a user's cell that are differentiated: x0, x1, ... (preactivations), p0, ...
     (their recurrent parts, if `apart`), s0, ... (states), u0, ... (inputs of each step) and w0, ... (parameters).
-    counts: how many gates, states, inputs and parameters the cell has. apart: whether the cell reads the input's part
-    and the recurrent part of a preactivation as two values."""
+    apart: whether the cell reads the input's part and the recurrent part of a preactivation as two values."""
     gates, states, inputs, params = counts
     parts = {"x": gates, "p": gates * apart, "s": states, "u": inputs, "w": params}  # gates * False is 0
     return tuple([f"{letter}{k}" for letter, n in parts.items() for k in range(n)])
@@ -450,39 +447,37 @@ def names_of(counts: tuple[int, int, int, int], apart: bool) -> tuple[str, ...]:
 
 def cell_graph(
     graph: Graph,
-    counts: tuple[int, int, int, int],
+    counts: Counts,
     apart: bool,
     forward: list[int],
     back: list[int],
     saved: list[int] | None = None,
-    names: tuple[str, ...] | None = None,
+    names: tuple[str, ...] = (),
 ) -> CellGraph:
     """Return the `CellGraph` of a finished graph. Remove the nodes that neither the new states nor the gradients need,
     and choose the nodes that the forward pass saves for the backward pass.
 
-    counts: how many gates, states, inputs of each step and parameters the cell has. apart: whether the cell reads the
-    input's part and the recurrent part of a preactivation as two values. forward: the nodes of the new states. back:
-    the nodes of the gradients. saved, names: for a built-in cell the nodes that are saved, and the names of the inputs
-    that are differentiated. None for a user's cell: then `to_save` and `names_of` determine them.
+    apart: whether the cell reads the input's part and the recurrent part of a preactivation as two values. forward: the
+    nodes of the new states. back: the nodes of the gradients. saved, names: for a built-in cell the nodes that are
+    saved, and the names of the inputs that are differentiated. For a user's cell `to_save` and `names_of` determine
+    them.
     """
     whole = needed(graph.nodes, [*forward, *back, *(saved or [])])  # the nodes that remain, by their old numbers
     number = {n: k for k, n in enumerate(whole)}  # {old number of a node: new number}
     nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)
     results = tuple(number[n] for n in forward), tuple(number[n] for n in back)  # both lists, by the new numbers
-    if saved is not None:
-        return CellGraph(nodes, counts, apart, *results, tuple(number[n] for n in saved), names)
-    # A user's cell: let `to_save` choose the nodes to save. It needs the graph, here with no node saved yet: ().
-    bare = CellGraph(nodes, counts, apart, *results, ())
-    return CellGraph(nodes, counts, apart, *results, tuple(to_save(bare)))
+    bare = CellGraph(nodes, counts, apart, *results, ())  # the graph with no node saved yet
+    chosen = to_save(bare) if saved is None else [number[n] for n in saved]
+    return CellGraph(nodes, counts, apart, *results, tuple(chosen), names)
 
 
 def to_save(cell: CellGraph) -> list[int]:
     """Return the nodes that the forward pass saves for the backward pass.
 
     The backward pass often needs a preactivation only to compute one other node, such as the gate after its activation.
-    Then this node is saved instead of the preactivation; in an LSTM these nodes are the gates. If the backward pass
-    needs that node only to compute a third one, the third one is saved, and so on. The new states are not saved,
-    because the outputs contain them. Nodes of the backward pass are not saved, because they depend on gradients.
+    Then this node is saved instead. If the backward pass needs that node only to compute a third one, the third one is
+    saved, and so on. The new states are not saved, because the outputs contain them. Nodes of the backward pass are not
+    saved, because they depend on gradients.
     """
     free, saved = set(cell.known_after()), []  # free: the new states, which the outputs contain
     order = needed(cell.nodes, cell.back, free)  # what the backward pass computes or reads if nothing is saved
@@ -490,14 +485,13 @@ def to_save(cell: CellGraph) -> list[int]:
     for name in cell.names:  # x: preactivations, p: their recurrent parts
         if name[0] not in "xp" or cell.number.get(name) not in order:
             continue
-        # last: the preactivation; then, from turn to turn, a later node through which all paths to gradients lead.
+        # last: the preactivation, then later nodes through which all paths to gradients lead.
         last = cell.number[name]
         while (after := next_on_all_paths(cell, order, last, free | gradients)) is not None:
             last = after
         if last not in saved:
             saved.append(last)
-    # Remove each saved node that the backward pass does not need if it has the other saved nodes. The loop runs over a
-    # copy of the list, because it changes the list.
+    # Remove each saved node that the backward pass does not need if it has the others.
     for n in list(saved):
         others = {k for k in saved if k != n}
         if n not in needed(cell.nodes, cell.back, free | others):
@@ -515,13 +509,12 @@ def entered_by_gradients(nodes: tuple[Node, ...]) -> set[int]:
 
 
 def next_on_all_paths(cell: CellGraph, order: list[int], n: int, excluded: set[int]) -> int | None:
-    """Return a node that the forward pass can save instead of node n, because the backward pass needs n only to compute
-    this node. It is the first node after n through which every path from n to a gradient leads; None if there is no
-    such node. order: the nodes from which the gradients are computed, in ascending order. excluded: nodes that must not
-    be returned. Nodes with bool values (conditions) are not returned either, because saved numbers are floats."""
+    """Return a node that the forward pass can save instead of node n: the first node after n through which every path
+    from n to a gradient leads; None if there is no such node. order: the nodes from which the gradients are computed,
+    in ascending order. excluded: nodes that must not be returned. Nodes with bool values are not returned either,
+    because saved numbers are floats."""
     leaves = set(cell.known_after())  # the new states, whose values are known without their operands
-    # last: {node: the last node that reads it}. For a gradient this is infinity, a number after all nodes, because the
-    # caller reads the gradients at the end.
+    # last: {node: the last node that reads it}. It is infinity for a gradient, which the caller reads at the end.
     last: dict[int, float] = {k: m for m in order if m not in leaves for k in cell.nodes[m].args}
     last |= dict.fromkeys(cell.back, inf)
     # after: n and the nodes up to the current one that depend on n. reach: the last node that reads a node in `after`.

@@ -15,8 +15,9 @@ more inputs: e the gradient of a gate, i0 is h times the mask, k a limit, W0 a m
 all these operations to a graph, `primitive` adds one of them. The dict `found` has the node of each key. If a cell uses
 what it must not, NotPointwise is raised with the name of that operation, and `refuse` raises the error for the user.
 
-counts: how many gates, states, inputs of each step and parameters a cell has (`Counts`). given: arrays with the shapes
-and dtypes of a function's arguments; a trace does not read their values.
+apart: whether the cell gets
+each preactivation as a pair. shape: (B, H), the shape of each array; dtype: float32 or float64. given: arrays with the
+shapes and dtypes of a function's arguments; a trace does not read their values.
 """
 
 import linecache
@@ -28,7 +29,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from traceback import extract_tb, walk_tb
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -36,8 +37,9 @@ import numpy as np
 from ..ground.checks import fail
 from . import definitions
 from .captures import Captured, Weakly, library_of
-from .cell_graph import CONDITIONS, CellGraph, Graph, Node, cell_graph, names_of, needed
+from .cell_graph import CONDITIONS, CellGraph, Counts, Graph, Node, cell_graph, names_of, needed
 from .cells import AnyCell, Cell, NormOptions, PointwiseCell, form_of
+from .problem import address_of, memory_of
 from .tracing import distinct, have_values, vjp
 
 OP = "pointwise"
@@ -88,15 +90,6 @@ ADVICE = {
 """{advice in an error text: the operations that cause this error, because a cell must not use them}."""
 
 
-class Counts(NamedTuple):
-    """How many gates, states, inputs of each step and parameters a cell has."""
-
-    gates: int
-    states: int
-    inputs: int
-    params: int
-
-
 class NotPointwise(Exception):
     """Raised if a cell uses something that cannot be computed for each number separately. what: the name of this
     operation or mistake, such as "Matmul" or "a captured array"."""
@@ -108,26 +101,21 @@ class NotPointwise(Exception):
 
 def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
     """Return the graph of a cell, from a cache if the same function was traced for the same arguments and captures the
-    same numbers.
-
-    apart: whether the cell gets the input's part and the recurrent part of each preactivation as a pair. shape: (B, H),
-    the shape of each state. dtype: float32 or float64.
-    """
+    same numbers."""
     captured, step = Captured(cell), partial(called, cell, counts, apart)
     try:
         # If the search may have missed a number, the key also gets MLX's list of the cell's operations.
         key = captured.key if captured.is_whole else [*captured.key, listing(step, counts, apart, shape, dtype)]
         return cached_trace(Weakly(cell), counts, apart, shape, dtype, tuple(key)).of_function(step)
     except NotPointwise:  # MLX cannot list an operation; `trace` finds the text of the error for the user
-        return trace(cell, counts, apart, shape, dtype)
+        return trace(cell, counts, apart, shape, dtype).of_function(step)
 
 
 def listing(
     step: Callable[..., list[mx.array]], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype
 ) -> str:
     """Return MLX's list of the operations of a cell and of its gradient as text, with the exact numbers of the
-    constants. The list of the cell alone would lack mx.stop_gradient. step: the cell as a function of one list of
-    arrays; the other arguments are those of `traced`."""
+    constants. The list of the cell alone would lack mx.stop_gradient."""
 
     def results(*arrays: mx.array) -> list[mx.array]:
         n = len(arrays) - counts.states  # the cotangents of the new states come last
@@ -153,45 +141,39 @@ def cached_trace(
     dtype: mx.Dtype,
     captured: tuple[Any, ...],
 ) -> CellGraph:
-    """Return the graph of a cell from a cache. The graph does not refer to the user's function, so that the cache does
-    not keep the function alive. captured: the numbers and the code that the cell reads besides its arguments; as a part
-    of the cache's key they make sure that a changed cell is traced again. apart: whether the cell gets each
-    preactivation as a pair (input's part, recurrent part). shape: (B, H)."""
-    return trace(cell.function(), counts, apart, shape, dtype).of_function(None)
+    """Return the graph of a cell from a cache. captured: the numbers and the code that the cell reads besides its
+    arguments; as a part of the cache's key they make sure that a changed cell is traced again."""
+    return trace(cell.function(), counts, apart, shape, dtype)
 
 
 def arrays_of(
     counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype
 ) -> tuple[list[mx.array], list[mx.array]]:
-    """Return two lists of arrays of zeros with which a cell is traced. The first list has one array for each argument:
-    preactivations (twice as many if `apart`: the cell gets each as a pair of two parts), states, inputs and parameters.
-    The second list has one array for the cotangent of each new state. shape: (B, H)."""
+    """Return two lists of arrays of zeros with which a cell is traced: one array for each argument, and one for the
+    cotangent of each new state. With `apart` a preactivation is two arguments."""
     zeros = mx.zeros(shape, dtype)
     return [zeros] * (counts.gates * (1 + apart) + sum(counts[1:])), [zeros] * counts.states
 
 
 def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
-    """Trace a cell and its derivative by MLX. Return both as one `CellGraph`. apart: whether the cell gets each
-    preactivation as a pair (input's part, recurrent part). shape: (B, H), the shape of each array. Raise an error if
-    the cell is not pointwise."""
+    """Trace a cell and its derivative by MLX. Return both as one `CellGraph`, or raise an error if the cell is not
+    pointwise. The graph does not refer to the user's function, so that a cache of graphs does not keep it alive."""
     with mx.stream(mx.cpu):  # nothing runs, but MLX creates float64 arrays only on the CPU
         step = partial(called, cell, counts, apart)  # the cell as a function of one list of arrays
         given, d_states = arrays_of(counts, apart, shape, dtype)
-        graph = Graph()
+        graph, n = Graph(), len(given)
         try:
             names = [*names_of(counts, apart)]
             # `distinct` makes each result an array of its own: if two results differ only by an mx.stop_gradient, MLX's
             # export leaves one of them out.
             forward = absorb(graph, lambda *arrays: distinct(step(*arrays)), given, names)
-            # derives: the nodes that are added from now on belong to the derivative. gradient: a function of the
-            # arguments and of the cotangents d0, d1, ... of the new states.
-            graph.derives, gradient = True, partial(derivative, step, len(given))
-            back = absorb(graph, gradient, given + d_states, [*names, *(f"d{k}" for k in range(counts.states))])
+            graph.derives = True  # the nodes that are added from now on belong to the derivative
+            names += [f"d{k}" for k in range(counts.states)]  # the cotangents of the new states
+            back = absorb(graph, lambda *arrays: vjp(step, arrays[:n], arrays[n:])[1], given + d_states, names)
         except NotPointwise as error:
             refuse(cell, step, given, error.what)  # raises the error for the user
         cell_of = cell_graph(graph, counts, apart, forward, back)
         verify(cell_of, step, shape)
-        cell_of.function = step
         return cell_of
 
 
@@ -223,9 +205,9 @@ def values_of(
     """Compute nodes of a graph with MLX. Return {number of a node: its value} for the nodes from which the outputs are
     computed.
 
-    outputs: the numbers of the nodes whose values the caller needs. known: {number of a node: its value}, among them
-    all inputs that are read. like: an array of the dtype in which constants are created. functions: MLX's function for
-    each operation. order: the numbers of the nodes to compute; None to find them here.
+    outputs: the numbers of the nodes whose values the caller needs. known: {node: its value}, among them all inputs
+    that are read. like: an array of the dtype in which constants are created. functions: MLX's function for each
+    operation. order: the nodes to compute; None to find them here.
     """
     values = dict(known)
     for n in needed(nodes, outputs, known) if order is None else order:
@@ -260,8 +242,8 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -
         RuntimeError: they differ, which is a defect of this package.
     """
     rng, names = np.random.default_rng(0), graph.names
-    # kinds: arrays [B, H] with the kind of each item and unit, 0, 1 or 2. With 64 numbers or more, one random array
-    # contains each kind often enough.
+    # kinds: arrays [B, H] with the kind of each item and unit. With 64 numbers or more, one random array contains each
+    # kind often enough.
     kinds = [rng.integers(3, size=shape)] if shape[0] * shape[1] >= 64 else [np.full(shape, kind) for kind in range(3)]
     for kind in kinds:
         numbers = [(rng.normal(size=shape), rng.uniform(0.1, 0.9, shape), rng.uniform(1.1, 3, shape)) for _ in names]
@@ -284,12 +266,12 @@ def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int]) -
 
 def derivative_forward(step: Callable[..., Any], drawn: list[mx.array], weights: list[mx.array]) -> list[mx.array]:
     """Return the gradients of `step` with respect to its arguments `drawn`, for the cotangents `weights` of its
-    results. They are computed in forward mode, one derivative per argument. One suffices because each number of a new
-    state depends only on the numbers of its own item and unit."""
+    results, in forward mode, one derivative per argument. One suffices because each number of a new state depends only
+    on the numbers of its own item and unit."""
     found = []
     for k in range(len(drawn)):
-        # `step` as a function of its argument number k alone. The default value k = k stores the current k, because the
-        # loop changes the variable.
+        # `step` as a function of its argument number k. The default value stores the current k, because the loop
+        # changes it.
         def of_one(value: mx.array, k: int = k) -> list[mx.array]:
             return step(*drawn[:k], value, *drawn[k + 1 :])
 
@@ -358,8 +340,8 @@ that the graph gets the operations and gradients that engines need."""
 def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellGraph:
     """Return the graph of a built-in cell. Calls that differ only in numbers share a graph: the limits of c and h are
     inputs, and the biases, such as an LSTM's forget bias, are parts of the preactivations. names: which of the arrays
-    "peephole" and "Wp" the call has. exposes: for a forward pass, whether the caller gets the gates; for a backward
-    pass, whether the gates have cotangents."""
+    "peephole" and "Wp" the call has. exposes: as in `graph_of`, whether the gates are given to the caller or have
+    cotangents."""
     gates, resets_first = cell.gate_order, cell.reset == "before"
     # products: the numbers of the gates whose recurrent part is an input of its own, such as p0. The candidate n of a
     # GRU with reset "before" has none, because the step itself computes its product.
@@ -378,8 +360,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
         states, found = definitions.step(cell, dict(zip(given, arrays, strict=True)), TRACED)
         return distinct([*states, *(found[gate] for gate in gates)])
 
-    # Return the gradients of the inputs `first`. arrays: one for each name in `given`, then the cotangents of n
-    # results.
+    # Return the gradients of the inputs `first`. arrays: those of `given`, then the cotangents of n results.
     def derivatives(*arrays: mx.array) -> list[mx.array]:
         rest = arrays[len(first) : len(given)]
         return vjp(lambda *x: results(*x, *rest)[:n], arrays[: len(first)], arrays[len(given) :])[1]
@@ -387,8 +368,7 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     states = cell.carried + 1  # the number of states: `carried` does not count h
     n = states + cell.gates * exposes  # the number of results that have cotangents
     with mx.stream(mx.cpu):
-        # zero: traced in place of every argument. It is square so that it can also be an operand of the matrix
-        # products.
+        # zero: traced in place of every argument. It is square, because it is also an operand of the matrix products.
         graph, zero = Graph(is_built_in=True), mx.zeros((3, 3), mx.float64)
         forward = absorb(graph, results, [zero] * len(given), given)
         graph.derives = True
@@ -398,14 +378,13 @@ def traced_definition(cell: Cell, names: frozenset[str], exposes: bool) -> CellG
     if not exposes:  # the backward pass of a plain RNN reads only h
         read = needed(graph.nodes, back, {*forward})
         saved = [k for k in saved if k in read]
-    counts = cell.gates, states, 0, len(peepholes)  # 0: a built-in cell has no inputs of each step
+    counts = Counts(cell.gates, states, inputs=0, params=len(peepholes))
     return cell_graph(graph, counts, cell.apart, forward[:states], back, saved, tuple(first))
 
 
 def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.array) -> list[mx.array]:
     """Call the cell with arrays in the order of `names_of`. Return the new states. Raise an error if their number,
-    type, shape or dtype is wrong. apart: whether the cell gets each preactivation as a pair (input's part, recurrent
-    part) instead of their sum."""
+    type, shape or dtype is wrong."""
     x, rest = arrays[: counts.gates], arrays[counts.gates :]  # x: the preactivations, or their input parts
     a: Sequence[Any] = x
     if apart:
@@ -413,7 +392,7 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
     try:
         states = cell(a, rest[: counts.states], *rest[counts.states :])
     except (TypeError, ValueError) as error:
-        # Raise all errors of the cell as they are, except those that a wrong number of arguments causes: Python's
+        # Raise the errors of the cell as they are, except those that a wrong number of arguments causes: Python's
         # errors for it, and MLX's for a tuple of arrays in place of an array.
         if not any(text in str(error) for text in (" to unpack", "positional argument", "Invalid type tuple")):
             raise
@@ -436,12 +415,6 @@ def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.ar
     return [mx.broadcast_to(state, shape) for state in states]
 
 
-def derivative(step: Callable[..., list[mx.array]], n: int, *arrays: mx.array) -> list[mx.array]:
-    """Return the gradients of `step` with respect to the first n arrays. The remaining arrays are the cotangents of the
-    results of `step`."""
-    return vjp(step, arrays[:n], arrays[n:])[1]
-
-
 # --- From MLX's graph to ours ---
 
 Exported = list[dict[str, Any]]
@@ -457,8 +430,8 @@ def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
     except ValueError as error:
         if "CustomTransforms" in str(error):
             raise NotPointwise("a custom function") from error
-        # The cell reads the values of an array, which has none while it is traced. MLX's error has the first text or,
-        # if float(a), math.tanh(a) or `if a` gets an array of several numbers, the second text.
+        # The cell reads the values of an array, which has none while it is traced. MLX's error has the second text if
+        # float(a), math.tanh(a) or `if a` gets an array of several numbers.
         if "eval an array during function transformations" in str(error) or "Only length-1 arrays" in str(error):
             raise NotPointwise("a decision on values") from error
         name = str(error).partition("Unable to get state for primitive ")[2]
@@ -477,8 +450,7 @@ def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], na
     for item in content:
         if item.get("name") in ("RandomBits", *PRODUCTS) and not graph.is_built_in:
             raise NotPointwise(item["name"])
-    # Find the arrays that the function captures from outside: trace it again while the first trace `content` is alive.
-    # A constant that the function creates has another memory address in each trace; a captured array has the same.
+    # Find the arrays that the function captures: trace it again while the first trace `content` is alive.
     again = exported(function, given)
     captured = captured_arrays(content, again)
     found: dict[str, int | None] = {}  # {key of an array in MLX's list: node; None if its numbers are not all equal}
@@ -511,8 +483,8 @@ def constant_of(graph: Graph, array: mx.array) -> int | None:
 
 
 def captured_arrays(content: Exported, again: Exported) -> set[str]:
-    """Return the keys of the captured arrays: the constants that come from outside of the function. content, again:
-    the graphs of two traces of this function.
+    """Return the keys of the captured arrays: the constants that come from outside of the function. content, again: the
+    graphs of two traces of it.
 
     A constant that the function creates has a different memory address in each trace, because both traces are alive. A
     captured array has the same address in both. A placeholder of mx.compile or mx.vmap has no value and no address. It
@@ -525,7 +497,7 @@ def captured_arrays(content: Exported, again: Exported) -> set[str]:
     ]
     for (key, one), (_, other) in zip(*pairs, strict=False):
         try:
-            same = one.size > 0 and address(one) == address(other)
+            same = one.size > 0 and address_of(memory_of(one)) == address_of(memory_of(other))
         except (ValueError, RuntimeError):  # a placeholder of mx.compile or mx.vmap
             same = True
         if same:
@@ -533,18 +505,9 @@ def captured_arrays(content: Exported, again: Exported) -> set[str]:
     return captured
 
 
-def address(array: mx.array) -> int:
-    """Return the memory address of an array, which NumPy can tell. NumPy has no bfloat16, so such an array is viewed as
-    uint16, at the same address."""
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16)
-    return np.array(array, copy=False).__array_interface__["data"][0]
-
-
 def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], captured: set[str]) -> int:
     """Add one operation of MLX's graph to `graph`. Return its node. item: the operation, as mx.export_function lists
-    it. found: the nodes of earlier results by MLX's key, None for an array whose numbers are not all equal. captured:
-    the keys of arrays from outside of the function.
+    it. captured: the keys of arrays from outside of the function.
 
     In a built-in cell a matrix is an input, such as W0. Its transpose becomes another input, W0T; the transpose of W0T
     becomes W0.
@@ -556,7 +519,7 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
         raise NotPointwise("a captured array" if captured.intersection(keys) else name)
     if any(found[key] is None for key in keys):
         raise NotPointwise("a captured array" if captured.intersection(keys) else "a constant array")
-    # args: the nodes of the operands. conditions: for each operand whether its values are bool.
+    # conditions: for each operand whether its values are bool.
     args = [n for n in (found[key] for key in keys) if n is not None]
     conditions = [graph.nodes[n].op in CONDITIONS for n in args]
     if name == "Transpose":  # "W0" becomes "W0T", "W0T" becomes "W0"
@@ -583,8 +546,8 @@ def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], 
     if name == "FloorDivide":
         return graph.add("floor", graph.add("div", *args))
     op = {**UNARY, **BINARY}[name]
-    # Convert operands of the wrong kind. A logical operation needs conditions, so a number x becomes x != 0. Any other
-    # operation needs numbers, so a condition becomes 0 or 1.
+    # A logical operation needs conditions, so a number x becomes x != 0. Any other operation needs numbers, so a
+    # condition becomes 0 or 1.
     pairs = zip(args, conditions, strict=True)
     if op in ("and", "or", "not"):
         return graph.add(op, *[n if is_bool else graph.add("ne", n, graph.constant(0)) for n, is_bool in pairs])
@@ -612,12 +575,11 @@ def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype)
 
 
 def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> None:
-    """Raise the error for a cell that is not pointwise. The error names the operation, its line and what to do instead.
-    step: the cell as a function of arrays. given: arrays with the shapes and dtypes of its arguments. what: the name of
+    """Raise the error for a cell that is not pointwise. It names the operation, its line and what to do instead. what:
     what the cell must not use, from `NotPointwise`."""
     what = what_with_values(cell, step, given, what)
     advice = next((text for text, names in ADVICE.items() if what in names), "docs/cells.md lists the operations")
-    # The cell reads values of an array. If it does so by a call such as np.tanh(h), the error names this call.
+    # If the cell reads values by a call such as np.tanh(h), name this call.
     if what == "a decision on values" and (other := call_outside_mlx(step, given)):
         what, advice = other
     name = getattr(cell, "__name__", type(cell).__name__)
@@ -625,8 +587,8 @@ def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.ar
 
 
 def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> str:
-    """Return the name of what makes a cell not pointwise. The cell is traced once more, with all arrays that it
-    captures evaluated. what: the name that the first trace found.
+    """Return the name of what makes a cell not pointwise, found by one more trace in which all arrays that it captures
+    are evaluated. what: the name that the first trace found.
 
     MLX's list contains the operations that compute a captured array if this array is not evaluated yet. So the initial
     weights of a module would look like random numbers that the cell draws.
@@ -637,8 +599,8 @@ def what_with_values(cell: Callable[..., Any], step: Callable[..., Any], given: 
             absorb(Graph(), step, given, [f"x{k}" for k in range(len(given))])  # any names will do
         except NotPointwise as error:
             what = error.what
-    # The cell captures no array, but `absorb` found an array with the same address in two traces. So this array is a
-    # constant of a compiled function, which MLX stores from call to call.
+    # The cell captures no array, so the array with the same address in two traces is a constant of a compiled function,
+    # which MLX stores from call to call.
     elif what == "a captured array":
         what = "a compiled function of constants"
     return what
@@ -650,7 +612,7 @@ def call_outside_mlx(step: Callable[..., Any], given: list[mx.array]) -> tuple[s
     try:
         exported(step, given)
     except NotPointwise as error:
-        # The innermost frame of the user's code in the traceback of MLX's error is at the line with the call.
+        # The innermost frame of the user's code is at the line with the call.
         cause = None if error.__cause__ is None else error.__cause__.__traceback__
         frames = [(frame, line) for frame, line in walk_tb(cause) if is_users(frame.f_code.co_filename)]
         if not frames:
@@ -711,8 +673,7 @@ def is_users(file: str) -> bool:
 @contextmanager
 def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
     """Record every array that appears in a variable or as a result of Python code inside this context, with the file
-    and the number of the line that made it. The arguments of a function are not recorded, because no line of the
-    function made them."""
+    and the number of the line that made it. No line of a function made its arguments, so they are not recorded."""
     known: dict[int, Any] = {}  # {id: array}; the dict keeps the arrays alive, so that no other object gets such an id
     before = sys.gettrace()
 

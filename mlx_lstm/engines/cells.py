@@ -25,7 +25,7 @@ use is 0, "", None or False.
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from .cell_graph import CellGraph, Node, needed
+from .cell_graph import CellGraph, needed
 
 Entry = TypeVar("Entry")
 
@@ -202,7 +202,8 @@ class PointwiseCell(NamedTuple):
     recurrent: bool = True
     norm: NormOptions | None = None
 
-    # Every cell has the attributes below, which the head of this file explains.
+    # Every cell has the attributes below, which the head of this file explains. A cell that the user wrote has no
+    # activations with names, and its gates have the letters a, b, c, ...
     op = "pointwise"
     reads_kept = True
     params = "params"
@@ -215,68 +216,54 @@ class PointwiseCell(NamedTuple):
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """An empty tuple: a cell that the user wrote has no activations with names."""
         return ()
 
     @property
     def apart(self) -> bool:
-        """Whether the function reads the input's part and the recurrent part of each preactivation as two values."""
         return self.graph.apart
 
     @property
     def gates(self) -> int:
-        """The number of preactivations."""
         return self.graph.gates
 
     @property
     def gate_order(self) -> str:
-        """One letter per preactivation (a, b, c, ...). A cell that the user wrote has no gate names such as i, f, g,
-        o."""
         return "".join(chr(ord("a") + k) for k in range(self.graph.gates))
 
     @property
     def carried(self) -> int:
-        """The number of states besides h."""
         return self.graph.states - 1
 
     @property
     def kept(self) -> int:
-        """The number of values per unit that the forward pass saves for the backward pass."""
         return len(self.graph.saved)
 
     @property
     def gradients(self) -> int:
-        """The number of gradients of preactivations that a kernel's backward pass stores per unit and step."""
         return len(self.graph.stored_gradients)
 
     @property
     def inputs(self) -> int:
-        """The number of inputs of each step."""
         return self.graph.inputs
 
     @property
     def summed(self) -> int:
-        """The number of parameters, whose gradients are summed over the steps."""
         return self.graph.params
 
     @property
     def passes_h(self) -> bool:
-        """Whether a step or its gradient reads h itself, not only the product h Wh^T."""
         graph = self.graph
         # s0: the name of h before the step. forward: whether the new states are computed from s0. -1: no node has this
         # number, so the result is false if s0 is no input of the graph.
         forward = graph.number.get("s0", -1) in needed(graph.nodes, graph.forward)
-        # `gradients("s")[0]` is the gradient of s0 without the part that comes through the product h Wh^T.
-        return forward or graph.nodes[graph.gradients("s")[0]] != Node("const", (), 0.0)
+        return forward or graph.passes_h
 
     @property
     def reads_h(self) -> bool:
-        """Whether the gradient of a step reads h before or after the step."""
         return self.graph.reads("s0") or self.graph.reads_after(0)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of the outputs that an engine returns for this cell."""
         return LSTM_OUTPUTS if self.graph.states > 1 else OUTPUTS
 
 

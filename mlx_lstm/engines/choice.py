@@ -18,7 +18,7 @@ from ..ground.checks import FLOATS, check_flag, check_integer, check_option, fai
 from . import tuning
 from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
 from .packing import Packing
-from .predicted import predict
+from .predicted import Choice, predict
 from .problem import CORES, LIMITS, Chunks, Problem
 from .tuning import PREDICTED, Table
 
@@ -65,16 +65,6 @@ ONE_STEP = 2**22
 inside a transformation of MLX, such as mx.grad (see `is_small_step`). For larger products `numpy` is faster, at least
 in loops of up to about 500 steps, because MLX multiplies matrices slowly on Linux."""
 
-NONE: Mapping[str, str] = MappingProxyType({})
-"""The default of the argument `refused`: no engine is refused."""
-
-
-class Choice(NamedTuple):
-    """An engine's name and the reason it was chosen, as text for the user."""
-
-    engine: str
-    reason: str
-
 
 def choose(
     *,
@@ -89,7 +79,7 @@ def choose(
     requested: str | None = None,
     table: Table = PREDICTED,
     op: str = "lstm",
-    refused: Mapping[str, str] = NONE,
+    refused: Mapping[str, str] = MappingProxyType({}),
     packing: Packing | None = None,
     cores: int = CORES,
 ) -> Choice:
@@ -157,7 +147,13 @@ class Place(NamedTuple):
 
 
 def decide(
-    problem: Problem, table: Table, op: str, requested: str | None, place: Place, *, refused: Mapping[str, str] = NONE
+    problem: Problem,
+    table: Table,
+    op: str,
+    requested: str | None,
+    place: Place,
+    *,
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Choice:
     """Return the engine that runs this problem, and the reason. Unlike `choose` it gets arguments that have been
     checked.

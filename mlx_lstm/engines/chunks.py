@@ -27,19 +27,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .directions import half, join, join_gradients, one_direction, part, state_before
+from .definitions import widened
+from .directions import by_direction, half, join, join_gradients, state_before
 from .ops import sweep as ops
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
 from .packing import packed_names
-from .problem import Array, Arrays, Chunks, Problem, masks_differ
+from .problem import SEQUENCES, Array, Arrays, Chunks, Problem, masks_differ, memory_of
 from .tracing import have_values
-
-SEQUENCES = ("h", "c", "gates")
-"""The outputs that have one row per step."""
-
-HALVES = (mx.float16, mx.bfloat16)
-"""The 16-bit dtypes. Engines compute with them in float32."""
 
 
 def for_engine(engine: str, arrays: Arrays) -> Arrays:
@@ -51,10 +46,7 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
     if engine in ("fused", "stepwise"):
         return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
     quantized = packed_names(arrays)
-    return {
-        name: array.astype(mx.float32) if array.dtype in HALVES and name not in quantized else array
-        for name, array in arrays.items()
-    }
+    return {name: array if name in quantized else widened(array) for name, array in arrays.items()}
 
 
 def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chunked | None":
@@ -71,10 +63,7 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
     evaluates = chunks.is_long and have_values(list(arrays.values()))
     if not evaluates and (plain or not chunks.recomputes):
         return None
-    # Without training (`problem.training`) a gradient is unlikely, so the forward pass saves no arrays for it. If MLX
-    # asks for one after all, the backward pass runs each chunk forward again.
-    recomputes = chunks.recomputes or not problem.training
-    return Chunked(chunks._replace(recomputes=recomputes), engine, module, problem.batch_first, evaluates)
+    return Chunked(chunks, problem, engine, module, evaluates)
 
 
 class Chunked:
@@ -88,19 +77,22 @@ class Chunked:
     place of the results: see `saved_of`, `stand_ins` and `real_sequences`.
     """
 
-    def __init__(self, chunks: Chunks, engine: str, module: Any, batch_first: bool, evaluates: bool):
+    def __init__(self, chunks: Chunks, problem: Problem, engine: str, module: Any, evaluates: bool):
         """Prepare a run in chunks. module: the module of the engine, with the functions `forward` and `backward`.
-        batch_first: whether sequences are batch-major in memory. evaluates: whether each chunk is evaluated before the
-        next one starts."""
-        self.steps, self.recomputes = chunks.steps, chunks.recomputes
+        evaluates: whether each chunk is evaluated before the next one starts."""
+        self.steps: int = chunks.steps
+        # Without training a gradient is unlikely, so the forward pass saves no arrays for it. If MLX asks for one after
+        # all, the backward pass runs each chunk forward again.
+        self.recomputes: bool = chunks.recomputes or not problem.training
         self.engine: str = engine
         self.module: Any = module
-        self.batch_first: bool = batch_first
         self.evaluates: bool = evaluates
-        # State of the current pass. eager: whether each chunk is evaluated. takes_numpy: whether the engine accepts
-        # NumPy arrays. pending: results of the last chunk, for which the next chunk waits if chunks are not evaluated.
+        self.batch_first: bool = problem.batch_first  # whether sequences are batch-major in memory
+        # Only the engine `numpy` reads NumPy arrays, and only without quantized weights, which it dequantizes by MLX.
+        self.takes_numpy: bool = engine == "numpy" and problem.packing is None
+        # State of the current pass. eager: whether each chunk is evaluated. pending: results of the last chunk, for
+        # which the next chunk waits if chunks are not evaluated.
         self.eager: bool = evaluates
-        self.takes_numpy: bool = False
         self.pending: list[Array] = []
         # held: the sequences that `forward` computed, until the caller gets them; the function that MLX differentiates
         # returns zeros in their place (see `stand_ins`). dtypes: the dtypes of the results of this function.
@@ -134,13 +126,9 @@ class Chunked:
         return outputs
 
     def real_sequences(self, names: list[str], values: list[Array]) -> list[Array]:
-        """Return `values`, but with the real sequences in place of their stand-ins. names: the names of the values,
-        which are outputs of the call.
-
-        MLX got an array of zeros, a stand-in, instead of a sequence that it would keep in memory (`stand_ins`). Each
-        returned sequence is removed from `held`, so that only the caller keeps it. Without stand-ins `held` is empty,
-        and `values` is returned unchanged.
-        """
+        """Return `values`, the outputs of the call with these names, but with the real sequences in place of their
+        stand-ins (see `stand_ins`). Each returned sequence is removed from `held`, so that only the caller keeps it.
+        Without stand-ins `values` is returned unchanged."""
         if not self.held:
             return values
         return [self.held.pop(name, value) for name, value in zip(names, values, strict=True)]
@@ -156,7 +144,7 @@ class Chunked:
         """Run the forward pass. Return the outputs in the dtype of x, with gates only if the caller wants them. Also
         return what the backward pass reads, in the dtype of the engine: the states at the start of each chunk and, if
         chunks are not recomputed, the outputs of all steps."""
-        self.begin(problem, self.evaluates)
+        self.eager, self.pending = self.evaluates, []
         if self.engine != "numpy":  # engine `numpy` caches dequantized weights itself
             arrays = dequantized(problem.packing, arrays)
         (T, B, H, P), D, dtype = problem[:4], problem.directions, arrays["x"].dtype
@@ -183,14 +171,14 @@ class Chunked:
                 self.sweep_forward(d, own, own_arrays, sequences)
                 for d, own, (own_arrays,) in by_direction(problem, arrays)
             ]
-            results = join(last) if problem.bidirectional else last[0]
+            results = join(last)
             if self.eager:
                 mx.eval(results)
         self.pending = []
         return results | {name: sequence.array for name, sequence in sequences.items()}
 
     def starts(self, problem: Problem, arrays: Arrays, outputs: Arrays) -> Arrays:
-        """Return h_starts and c_starts, the states at the start of each chunk, read from the outputs of all steps."""
+        """Return h_starts and c_starts, read from the outputs of all steps."""
         by_d = []  # for each direction its dict of starts. own: the problem of one direction
         for d, own, (own_arrays,) in by_direction(problem, arrays):
             first: Arrays = dict(zip(("h0", "c0"), initial_states(own, own_arrays), strict=True))
@@ -201,23 +189,22 @@ class Chunked:
                 states, first_state = half(states, d) if problem.bidirectional else states, memory_of(first[name])
                 lengths, bounds = arrays.get("lengths"), sorted(self.bounds(own))
                 lengths = None if lengths is None else memory_of(lengths)
-                # rows: the state before each chunk, in the order of time (`sorted`).
+                # rows: the state before each chunk, in the order of time.
                 rows = [state_before(own, states, first_state, lengths, *chunk) for chunk in bounds]
                 starts[f"{name[0]}_starts"] = copied_to_mlx(np.stack(rows))
             by_d.append(starts)
-        return join(by_d) if problem.bidirectional else by_d[0]
+        return join(by_d)
 
     def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, sequences: dict[str, "SequenceBuffer"]) -> Arrays:
         """Run the chunks of direction d forward and write their parts of the sequences. Return the last states and the
-        states at the start of each chunk. problem: the description of this direction. sequences: the buffers of h, c
-        and gates."""
+        states at the start of each chunk. problem, arrays: those of this direction. sequences: the buffers of h, c and
+        gates."""
         # shared: arrays that all chunks read as a whole. by_step: arrays with one row per step. starts: {first step of
         # a chunk: the states before it}.
         shared, by_step, starts = self.shared_by_steps(arrays), self.by_step(arrays), {}
         h0, c0 = initial_states(problem, arrays)
         states = {"h0": h0, "c0": widened(c0)}  # c is at least float32, as in the engines' outputs
-        # `prepared` casts the states to the dtypes that the engine reads. In eager mode it also copies them, so that
-        # MLX can free the graph of the chunk that computed them.
+        # In eager mode `prepared` copies the states, so that MLX can free the graph of the chunk that computed them.
         states = self.prepared({name: states[name] for name in states_of(problem)})
         if self.recomputes:  # `backward` runs each chunk again, so the engine saves nothing
             problem = problem._replace(training=False)
@@ -230,7 +217,7 @@ class Chunked:
             states = {name: outputs[f"{name[0]}T"] for name in states}
             self.write(sequences, d, start, stop, outputs, states)
             states = self.prepared(states)
-        # Name the results: from the name h0 of a state, whose letter is name[0], make hT and h_starts.
+        # Name the results: h0, whose letter is name[0], becomes hT and h_starts.
         last = {f"{name[0]}T": state for name, state in states.items()}
         in_time = [starts[start] for start in sorted(starts)]
         return last | {f"{name[0]}_starts": mx.stack([each[name] for each in in_time]) for name in states}
@@ -244,15 +231,13 @@ class Chunked:
         left_out: tuple[str, ...] = (),
     ) -> Arrays:
         """Run the backward pass. Return the gradients of all arrays, each in the dtype of its array. saved: the results
-        of `forward` that this method reads. They are the states at the start of each chunk and, if chunks are not
-        recomputed, the outputs of all steps. left_out: names of gradients that nobody asks for, which `numpy` does not
-        compute."""
+        of `forward` that `results_saved` names. left_out: names of gradients that nobody asks for, which `numpy` does
+        not compute."""
         # Chunks are evaluated only if all arrays have values; in a Jacobian by mx.vmap the cotangents have none.
         # transforming=False: `have_values` does nothing to keep the graphs of the arrays that it evaluates, because MLX
         # calls this in a vjp rule, where it keeps these graphs anyway.
-        self.begin(
-            problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
-        )
+        given = [*arrays.values(), *cotangents.values()]
+        self.eager, self.pending = self.evaluates and have_values(given, transforming=False), []
         sequences = {}
         # Allocate a gradient for each array that has a time axis, such as x. With two directions the gradient of x may
         # be a sum of two gradients. The sum of 16-bit gradients is computed in float32, so that it is rounded once.
@@ -266,7 +251,7 @@ class Chunked:
             by_d = [
                 self.sweep_backward(d, own, sequences, *own_arrays, left_out=left_out) for d, own, own_arrays in parts
             ]
-            gradients = join_gradients(by_d, arrays) if problem.bidirectional else by_d[0]
+            gradients = join_gradients(by_d, arrays)
             gradients |= {name: sequence.array for name, sequence in sequences.items()}
             self.pending = []
             return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items()}
@@ -283,8 +268,7 @@ class Chunked:
         left_out: tuple[str, ...],
     ) -> Arrays:
         """Run the chunks of direction d backward. Write the gradients of arrays with steps, such as x, to `sequences`,
-        and return the gradients of the other arrays. problem: the description of this direction. saved: what the
-        forward pass saved, among it the states at the start of each chunk. cotangents: the cotangents of some outputs.
+        and return the gradients of the other arrays. problem, arrays, saved, cotangents: those of this direction.
         left_out: names of gradients that nobody asks for."""
         # starts: {"h0": "h_starts", "c0": "c_starts"}. sums: the gradients of the weights, summed over the chunks so
         # far.
@@ -294,8 +278,8 @@ class Chunked:
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
         # The cotangents of the states after a chunk. For the last chunk they are the caller's cotangents of hT and cT,
-        # for each earlier chunk the gradients of the first states of the chunk after it. `prepared` casts them to the
-        # engine's dtypes and, in eager mode, copies them, so that MLX can free the graph that computed them.
+        # for each earlier chunk the gradients of the first states of the chunk after it. In eager mode `prepared`
+        # copies them, so that MLX can free the graph that computed them.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
             # n: the number of the chunk in the order of time. Only the last chunk in time may have fewer than
@@ -315,8 +299,8 @@ class Chunked:
             for name, of_chunks in starts.items():
                 if of_chunks in cotangents:  # h_starts and c_starts have a cotangent only in a second derivative
                     after[f"{name[0]}T"] += cotangents[of_chunks][n, ...]
-            # terms: this chunk's gradients of the arrays without steps, such as weights. Their sum over all chunks is
-            # the gradient of such an array.
+            # terms: this chunk's gradients of the arrays without steps, such as weights, whose gradients are sums over
+            # all chunks.
             terms = {name: widened(gradient) for name, gradient in gradients.items() if name not in sequences}
             self.write(sequences, d, start, stop, gradients, after | terms)
             after, sums = self.prepared(after), self.added(sums, terms)
@@ -330,13 +314,6 @@ class Chunked:
         return bounds[::-1] if problem.reverse else bounds
 
     # --- How chunks pass arrays on -----------------------------------------------------------------------------------
-
-    def begin(self, problem: Problem, eager: bool) -> None:
-        """Prepare the attributes for a forward or backward pass over all chunks. eager: whether each chunk is evaluated
-        before the next one starts."""
-        self.eager, self.pending = eager, []  # pending: the results of a chunk, for which the next chunk waits
-        # Only the engine `numpy` reads NumPy arrays, and only without quantized weights, which it dequantizes by MLX.
-        self.takes_numpy = self.engine == "numpy" and problem.packing is None
 
     @contextmanager
     def beside_the_engine(self) -> Iterator[None]:
@@ -361,9 +338,8 @@ class Chunked:
         return rows
 
     def steps_of(self, by_step: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return the steps from `start` to `stop` of the arrays in the dict `by_step`, which the method `by_step`
-        returned. The results have the dtypes that the engine reads. They are NumPy views if the engine accepts these,
-        else MLX arrays."""
+        """Return the steps from `start` to `stop` of the arrays that the method `by_step` returned, in the dtypes that
+        the engine reads. The results are NumPy views if the engine accepts these, else MLX arrays."""
         rows = {name: array[start:stop] for name, array in by_step.items()}
         if self.takes_numpy and all(array.itemsize > 2 for array in rows.values()):  # no array has 16 bits
             return rows
@@ -374,11 +350,9 @@ class Chunked:
         return for_engine(self.engine, rows)
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        """Return the arrays in the dtypes that the engine reads. In eager mode return copies that have no graph.
-
-        While MLX computes a gradient it keeps the graphs of all arrays, so without the copies the graphs of all chunks
-        would stay in memory. Engine `numpy` needs no copies, because its results have no graph.
-        """
+        """Return the arrays in the dtypes that the engine reads. In eager mode return copies that have no graph: while
+        MLX computes a gradient it keeps the graphs of all arrays, so those of all chunks would stay in memory. Engine
+        `numpy` needs no copies, because its results have no graph."""
         if self.eager and self.engine != "numpy":
             mx.eval(arrays)
             arrays = {name: copied_to_mlx(memory_of(array)) for name, array in arrays.items()}
@@ -391,7 +365,7 @@ class Chunked:
         the chunk's results that are not sequences, such as its last states.
 
         In eager mode first evaluate all these results. Otherwise note them in `pending`: `steps_of` makes the input of
-        the next chunk depend on them, so that MLX computes the chunks one after the other.
+        the next chunk depend on them.
         """
         rows = {name: results[name].astype(sequence.dtype) for name, sequence in sequences.items()}
         if self.eager:
@@ -402,8 +376,8 @@ class Chunked:
             self.pending = [*others.values(), *(sequence.memory for sequence in sequences.values())]
 
     def added(self, sums: dict[str, Any], terms: Arrays) -> dict[str, Any]:
-        """Return the sums over chunks, with the terms of one more chunk added. sums: a dict by name, empty before the
-        first chunk. In eager mode the sums are NumPy arrays, which are added in place."""
+        """Return the sums over chunks, a dict by name, with the terms of one more chunk added. In eager mode the sums
+        are NumPy arrays, which are added in place."""
         if not self.eager:
             return {name: term + sums[name] if sums else term for name, term in terms.items()}
         if not sums:
@@ -436,11 +410,10 @@ class SequenceBuffer:
         first = 0 if rows.shape[-1] == self.width else d * rows.shape[-1]  # the first column of this direction
         steps, columns = slice(start, stop), slice(first, first + rows.shape[-1])
         at = (slice(None), steps, columns) if self.batch_first else (steps, slice(None), columns)
-        # In eager mode NumPy writes to the view; MLX would copy the whole sequence for each chunk.
         target: Any = self.memory if self.view is None else self.view
         source: Any = rows if self.view is None else memory_of(rows)
         source = source.swapaxes(0, 1) if self.batch_first else source
-        # If the columns of direction 1 begin at 0, both directions share them, and the rows of direction 0 are there
+        # If the columns of direction 1 begin at 0, both directions share them, and those of direction 0 are there
         # already.
         target[at] = target[at] + source if d and not first else source
 
@@ -474,16 +447,6 @@ def plain_gradients(problem: Problem, arrays: Arrays, cotangents: Arrays) -> Arr
 # --- Parts of arrays -------------------------------------------------------------------------------------------------
 
 
-def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Problem, list[Any]]]:
-    """Yield (d, problem, parts) for each direction d: its problem, and for each dict in `values` the dict with the
-    parts of the arrays that belong to this direction."""
-    if not problem.bidirectional:
-        yield 0, problem, list(values)
-        return
-    for d in range(2):
-        yield d, one_direction(problem, d), [part(arrays, d) for arrays in values]
-
-
 def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
     """Return the arrays with `lengths` counted within the steps from `start` to `stop`: 0 for a batch item that ended
     before `start`, stop - start for an item that goes on."""
@@ -502,19 +465,6 @@ def with_steps(arrays: Arrays) -> list[str]:
 def states_of(problem: Problem) -> list[str]:
     """Return the names of the first states of a cell: h0 and, for an LSTM, c0."""
     return ["h0", "c0"] if "c" in problem.cell.outputs else ["h0"]
-
-
-def widened(array: Array) -> Array:
-    """Return a 16-bit array as float32, because sums need float32. Return any other array unchanged."""
-    return array.astype(mx.float32) if array.itemsize == 2 else array
-
-
-def memory_of(array: Array) -> np.ndarray:
-    """Return a NumPy view of the memory of an evaluated array. NumPy has no bfloat16, so the view of a bfloat16
-    array has 16-bit integers."""
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16)
-    return np.array(array, copy=False)
 
 
 def copied_to_mlx(memory: np.ndarray) -> Array:

@@ -24,20 +24,17 @@ from typing import Any
 import mlx.core as mx
 
 from .cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell, known
-from .problem import Array
+from .problem import HALVES, Array
 
 UNBOUNDED = ("identity", "relu")
 """The names of the activations whose output may be infinite."""
 
 
 def sigmoid(x: Array) -> Array:
-    """Return 1 / (1 + exp(-x)), precise to the dtype of x."""
-    return double_sigmoid(x) if x.dtype == mx.float64 else mx.sigmoid(x)
-
-
-def double_sigmoid(x: Array) -> Array:
-    """Return the sigmoid of a float64 array, computed with cosh and sinh, because MLX 0.32.4 computes mx.sigmoid and
-    mx.exp of float64 only to the precision of float32."""
+    """Return 1 / (1 + exp(-x)), precise to the dtype of x. For float64 it is computed with cosh and sinh, because MLX
+    0.32.4 computes mx.sigmoid and mx.exp of float64 only to the precision of float32."""
+    if x.dtype != mx.float64:
+        return mx.sigmoid(x)
     negative = x < 0
     # size is |x|, but not by mx.abs, whose derivative at 0 is 0: the derivative of the sigmoid at 0 is 1/4. The limit
     # is 709 because for larger x cosh overflows, and exp(-x) is too small for a normal number.
@@ -56,6 +53,11 @@ def constant(value: float, like: Array) -> Array:
     """Return a scalar array in the dtype of `like`. MLX 0.32.0 would round a Python float to float32, even next to a
     float64 array."""
     return mx.array(value, like.dtype)
+
+
+def widened(array: Array) -> Array:
+    """Return a 16-bit array as float32, because sums need float32. Return any other array unchanged."""
+    return array.astype(mx.float32) if array.dtype in HALVES else array
 
 
 def clipped(x: Array, limit: Array, gradient: str) -> Array:
@@ -81,17 +83,6 @@ def normalised(a: Array, blocks: int, eps: float) -> tuple[Array, Array]:
     return (centred * r).flatten(-2), r.squeeze(-1)
 
 
-def before_norm(d: Array, y: Array, r: Array) -> Array:
-    """Return the gradient of the array a [.., n] in `normalised(a, blocks, eps)`, which returned y [.., n] and r [..,
-    blocks]. d [.., n]: the gradient of y.
-
-    The gradient is r (d - mean(d) - y mean(d y)), with means over a block.
-    """
-    d, y = (mx.unflatten(part, -1, (r.shape[-1], -1)) for part in (d, y))
-    rest = d - d.mean(axis=-1, keepdims=True) - y * (d * y).mean(axis=-1, keepdims=True)
-    return (rest * r[..., None]).flatten(-2)
-
-
 class ScaledNorm:
     """Layer normalisation of arrays [.., n]: the last axis has `blocks` equal parts, each normalised by itself. Then
     the array is multiplied by a scale [n], and a shift [n] is added. If `scale` is None, the scale is 1; if `shift` is
@@ -111,8 +102,11 @@ class ScaledNorm:
 
     def before(self, d: Array, y: Array, r: Array) -> Array:
         """Return the gradient of the array a, from the gradient d of `self(a)` and the results (y, r) of
-        `normalised(a)`."""
-        return before_norm(d if self.scale is None else d * self.scale, y, r)
+        `normalised(a)`. With D = d scale it is r (D - mean(D) - y mean(D y)), with means over a block."""
+        D = d if self.scale is None else d * self.scale
+        D, y = (mx.unflatten(part, -1, (self.blocks, -1)) for part in (D, y))
+        rest = D - D.mean(axis=-1, keepdims=True) - y * (D * y).mean(axis=-1, keepdims=True)
+        return (rest * r[..., None]).flatten(-2)
 
     def back(self, d: Array, a: Array) -> Array:
         """Return the gradient of the array a, from the gradient d of `self(a)`. `normalised(a)` is computed again for

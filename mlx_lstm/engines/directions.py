@@ -14,6 +14,7 @@ With one direction D is 1, and these arrays do not have the separate axis. Both 
 [T, B, I] and lengths. The scales and biases of a quantized weight are arranged like the weight.
 """
 
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -34,6 +35,18 @@ Array = TypeVar("Array", mx.array, np.ndarray)
 def one_direction(problem: Problem, d: int) -> Problem:
     """Return the problem of one direction: d = 0 is the forward direction, d = 1 the reverse one."""
     return problem._replace(bidirectional=False, reverse=d == 1)
+
+
+def by_direction(
+    problem: Problem, *values: dict[str, Any], projects: bool | None = None
+) -> Iterator[tuple[int, Problem, list[Any]]]:
+    """Yield (d, problem, parts) for each direction d: its problem, and for each dict in `values` the dict with the
+    parts of the arrays that belong to this direction. projects: as in `part`, whether the call has a Wx."""
+    if not problem.bidirectional:
+        yield 0, problem, list(values)
+        return
+    for d in range(2):
+        yield d, one_direction(problem, d), [part(arrays, d, projects) for arrays in values]
 
 
 def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict[str, Array]:
@@ -69,8 +82,10 @@ def half(array: Array, d: int) -> Array:
 
 
 def join(parts: list[Arrays]) -> Arrays:
-    """Join the arguments, outputs or cotangents of both directions into one array per name. The caller does not pass
-    arrays that the directions share."""
+    """Join the arguments, outputs or cotangents of both directions into one array per name; with a single direction
+    return its arrays. The caller does not pass arrays that the directions share."""
+    if len(parts) == 1:
+        return parts[0]
     return {name: join_of(name, [part[name] for part in parts]) for name in parts[0]}
 
 
@@ -93,8 +108,10 @@ def base(name: str) -> str:
 
 
 def join_gradients(parts: list[Arrays], arrays: Arrays) -> Arrays:
-    """Join the gradients of both directions into one array per name. For an array that the directions share, return
-    the sum of both gradients."""
+    """Join the gradients of both directions into one array per name; with a single direction return its gradients. For
+    an array that the directions share, return the sum of both gradients."""
+    if len(parts) == 1:
+        return parts[0]
     # shared: whether both directions read the whole array. Without Wx each direction has its own part of x.
     shared = {"x": "Wx" in arrays, "mask": "mask" in arrays and is_shared(arrays["mask"])}
     both = {name: [part[name] for part in parts] for name in parts[0]}

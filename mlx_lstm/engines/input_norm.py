@@ -21,15 +21,12 @@ from typing import TypeVar
 import mlx.core as mx
 
 from .cells import AnyCell, GRUCell, PointwiseCell, norm_blocks
-from .definitions import normalised
+from .definitions import ScaledNorm, widened
 from .ops.packed import times_input
 from .packing import Packing, is_packed
 from .problem import Arrays
 
 SomeCell = TypeVar("SomeCell", bound=AnyCell)
-
-HALVES = (mx.float16, mx.bfloat16)
-"""The 16-bit dtypes, whose means are computed in float32."""
 
 
 def before_steps(
@@ -68,21 +65,18 @@ def normalised_input(
         live = times < ends[:, None] if batch_first else times[:, None] < ends
         x = mx.where(live[..., None], x, mx.array(0, x.dtype))
     z = times_input(packing, arrays, x) if "Wx" in arrays else x
-    wide = z.astype(mx.float32) if z.dtype in HALVES else z
-    # The second argument is the number of blocks with a mean of their own: one per direction or, if each gate is
-    # normalised by itself, one per gate of each direction.
-    y, _ = normalised(wide, directions * norm_blocks(cell), cell.norm.eps)
-    if "norm_input_scale" in arrays:
-        y = y * arrays["norm_input_scale"].reshape(-1)
-    if "norm_input_shift" in arrays:
-        y = y + arrays["norm_input_shift"].reshape(-1)
-    return y.astype(x.dtype)
+    # There is a mean per direction or, if each gate is normalised by itself, one per gate of each direction.
+    scale, shift = (
+        arrays[name].reshape(-1) if name in arrays else None for name in ("norm_input_scale", "norm_input_shift")
+    )
+    norm = ScaledNorm(directions * norm_blocks(cell), cell.norm.eps, scale, shift)
+    return norm(widened(z)).astype(x.dtype)
 
 
 def with_shift_in_bias(cell: AnyCell, arrays: Arrays, directions: int) -> Arrays:
-    """Return the arrays with `norm_shift` added to the bias b, and without the entry `norm_shift`. A GRU's candidate n
-    is an exception: its shift is added to bhn, the bias of the candidate's recurrent product. The reset gate multiplies
-    the sum of this product, its shift and bhn."""
+    """Return the arrays with `norm_shift` added to the bias b. A GRU's candidate n is an exception: its shift is added
+    to bhn, the bias of the candidate's recurrent product. The reset gate multiplies the sum of this product, its shift
+    and bhn."""
     shift = arrays["norm_shift"].reshape(directions, cell.gates, -1)  # [directions, gates, H]
     found: dict[str, mx.array] = {"b": shift.reshape(-1)}
     if isinstance(cell, GRUCell):

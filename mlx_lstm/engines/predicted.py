@@ -51,8 +51,8 @@ CACHE_BYTES = 9
 """How many bytes per cycle each core loads from the cache that all cores share, while all cores load from it."""
 
 
-class Prediction(NamedTuple):
-    """The engine that is predicted to be the faster one, and the reason as text."""
+class Choice(NamedTuple):
+    """An engine's name and the reason it was chosen, as text for the user."""
 
     engine: str
     reason: str
@@ -61,7 +61,7 @@ class Prediction(NamedTuple):
 @lru_cache(4096)
 def predict(
     cell: AnyCell, dtype: mx.Dtype, B: int, H: int, cores: int, directions: int = 1, packing: Packing | None = None
-) -> Prediction:
+) -> Choice:
     """Return the faster Metal engine for a batch of B items and H hidden units on a GPU with `cores` cores, with the
     reason. The prediction is for a forward and a backward pass or, with quantized weights, for a forward pass alone.
     directions: 1 or 2. packing: the format of quantized weights, or None.
@@ -74,7 +74,7 @@ def predict(
         ['fused', 'stepwise']
     """
     if H > WIDEST:  # no kernel of `fused` was counted at this H
-        return Prediction("stepwise", f"H = {H} > {WIDEST}, up to which kernels of fused were counted")
+        return Choice("stepwise", f"H = {H} > {WIDEST}, up to which kernels of fused were counted")
     layer = LayerSize(cell, B, H, dtype.size, directions, cores, packing)
     # Predicted GPU cycles of a step of `fused`, with as many batch items per threadgroup as `fused` would choose.
     fused = step_cycles(layer, rows_for(layer)) * (1 if cell.norm is None else NORM_CYCLES)
@@ -84,7 +84,7 @@ def predict(
     where += "" if cell.norm is None else ", with layer normalisation"
     reason = f"fused takes {share:.2g} of the time of stepwise {where}"
     # SIMPLER is 1.05: `fused` runs also if it is predicted to be up to 5 % slower, because predictions are not exact.
-    return Prediction("fused" if share <= SIMPLER else "stepwise", reason)
+    return Choice("fused" if share <= SIMPLER else "stepwise", reason)
 
 
 def stepwise_cycles(

@@ -21,9 +21,10 @@ bidirectional call share arrays.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from .cells import AnyCell
 from .packing import Packing
@@ -33,6 +34,12 @@ Array = mx.array
 
 CORES = 10
 """The number of GPU cores that is assumed if the real number is not known."""
+
+HALVES = (mx.float16, mx.bfloat16)
+"""The 16-bit dtypes. Sums, and engines that compute with them, use float32."""
+
+SEQUENCES = ("h", "c", "gates")
+"""The outputs that have one row per step."""
 
 Arrays = dict[str, Array]
 """Arguments, results, cotangents or gradients of a call, by the names that the module's docstring lists."""
@@ -91,21 +98,11 @@ limits_in_effect: ContextVar[Limits] = ContextVar("limits_in_effect", default=LI
 
 
 @contextmanager
-def limited(
-    index: int | None = None,
-    launch_steps: int | None = None,
-    rows_left: int | None = None,
-    unchunked: int | None = None,
-    cores: int | None = None,
-) -> Iterator[None]:
-    """Run the calls inside the context with changed `Limits`: sizes above which an engine launches different kernels.
-    A limit that is None stays unchanged. The limits are part of the key of every cache, so kernels for different
-    limits are not confused."""
-    changes = {"index": index, "launch_steps": launch_steps, "rows_left": rows_left, "unchunked": unchunked}
-    changes["cores"] = cores
+def limited(**changes: Any) -> Iterator[None]:
+    """Run the calls inside the context with other `Limits`. changes: the limits that change, by name. The limits are
+    part of the key of every cache, so kernels for different limits are not confused."""
     # token: what ContextVar needs to restore the limits that were in effect before.
-    limits = limits_in_effect.get()._replace(**{name: size for name, size in changes.items() if size is not None})
-    token = limits_in_effect.set(limits)
+    token = limits_in_effect.set(limits_in_effect.get()._replace(**changes))
     try:
         yield
     finally:
@@ -174,3 +171,16 @@ def masks_differ(arrays: Arrays) -> bool:
     """Return whether the call has a mask that differs from step to step."""
     mask = arrays.get("mask")
     return mask is not None and mask.ndim == 3 and mask.shape[0] > 1
+
+
+def memory_of(array: Array) -> np.ndarray:
+    """Return a NumPy view of the memory of an evaluated array. NumPy has no bfloat16, so the view of a bfloat16
+    array has 16-bit integers."""
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)
+    return np.array(array, copy=False)
+
+
+def address_of(memory: np.ndarray) -> int:
+    """Return the memory address of the first element of a NumPy array."""
+    return memory.__array_interface__["data"][0]

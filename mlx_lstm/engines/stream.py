@@ -40,11 +40,8 @@ class Launch(NamedTuple):
 
 def launch_of(engine: str, problem: Problem, arrays: Arrays) -> Launch:
     """Return what a layer needs at every step. arrays: the parameters, and an array "x", of which only the shape and
-    the dtype are read.
-
-    Everything that depends on the parameters alone is computed here, once: dequantized weights for `ops`, and for
-    `fused` the recurrent weights in the order in which its threads read them.
-    """
+    the dtype are read. What depends on the parameters alone is computed here, once: dequantized weights for `ops`, and
+    for `fused` the recurrent weights in the order in which its threads read them."""
     arrays = for_engine(engine, arrays)
     if engine == "ops":
         arrays = dequantized(problem.packing, arrays)
@@ -86,8 +83,7 @@ class MLXStream:
                 more["inputs"] = to_mlx(inputs[None], dtype)
             for n, pair in enumerate(self.launches):
                 module, problem, arrays, norm = pair[keep is not None]  # pair: for a step without and with `keep`
-                # If the layer normalises x Wx^T, its engine gets the normalised product as x, and no Wx (see
-                # `Launch.norm`).
+                # The engine of a layer that normalises x Wx^T gets the normalised product as x (see `Launch.norm`).
                 if norm is not None:
                     cell, given, packing = norm  # given: the layer's parameters, Wx among them
                     given = given | {"x": row.astype(given["Wh"].dtype)}
@@ -95,7 +91,6 @@ class MLXStream:
                     row = row.astype(arrays["x"].dtype)
                 outputs = module.forward(problem, {**arrays, **more, "x": row, **self.carried[n]})
                 row = outputs["h"]
-                # The last states of this step, such as hT, become the first states of the next step, such as h0.
                 self.carried[n] = {start: outputs[end] for start, end in CARRIED.items() if end in outputs}
             return row.astype(self.launches[0][0].problem.dtype).reshape(*self.batch, -1)
 

@@ -101,8 +101,7 @@ class Probe(local):
 
 
 def count_run(array: mx.array) -> list[mx.array]:
-    """Count one run of this function in Python. MLX compiles it, and runs it again only for some arrays (see
-    `is_transforming`). It returns no arrays, so MLX computes nothing."""
+    """Count one run of this function, which MLX compiles. It returns no arrays, so MLX computes nothing."""
     probe.runs += 1
     return []
 
@@ -112,9 +111,8 @@ probe = Probe()
 
 
 def runs_python(array: mx.array) -> bool:
-    """Call the compiled function of this thread with the array. Return whether MLX ran its Python function
-    (`count_run`) again, instead of using the result of an earlier compilation. `is_transforming` concludes from this
-    whether the array is a tracer: for a tracer MLX runs the Python function at every call."""
+    """Call the compiled function of this thread with the array. Return whether MLX ran `count_run` again, as it does
+    for a tracer at every call, instead of using the result of an earlier compilation."""
     before = probe.runs
     probe.compiled(array)
     return probe.runs > before
@@ -133,8 +131,8 @@ def is_transforming() -> bool:
     # too, only if MLX is transforming or if mx.disable_compile() is in effect.
     if not (runs_python(PLACEHOLDER) and runs_python(PLACEHOLDER)):
         return False
-    # Python ran at both calls. Do the same with an array that is never marked as a tracer. If Python does not run at
-    # both of these calls, compilation is enabled, so the reason was a transformation.
+    # Python ran at both calls. If it does not run twice for an array that is never a tracer, compilation is enabled, so
+    # the reason was a transformation.
     if not (runs_python(ZERO) and runs_python(ZERO)):
         return True
     # Two cases are left: mx.disable_compile() is in effect, or MLX is calling a vjp rule, where it treats every array

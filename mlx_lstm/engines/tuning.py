@@ -74,8 +74,8 @@ class Table(NamedTuple):
         return self.cuts.get(self.row_at(dtype, B)[:2]) if self.cuts else None
 
     def row_at(self, dtype: mx.Dtype | str, B: int) -> tuple[str, int, Row]:
-        """Return the entry of `engines` that applies to this dtype and a batch of B items, as (name of the dtype,
-        least batch size to which the entry applies, pairs (largest H, engine))."""
+        """Return the entry of `engines` for this dtype and a batch of B items: (name of the dtype, least batch size to
+        which the entry applies, pairs (largest H, engine))."""
         name = str(dtype).removeprefix("mlx.core.")
         batches = self.engines.get(name) or {1: ()}  # no measurement: an empty row from B = 1 on
         least = max((least for least in batches if least <= B), default=min(batches))
@@ -185,8 +185,8 @@ def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
 
 
 def checked_row(row: Any) -> Row:
-    """Return a row of a table (pairs of a largest H and an engine) that comes from a file. Raise an error if its form
-    is wrong."""
+    """Return a row of a table that comes from a file. Raise an error if it is not pairs (largest H, engine), H
+    ascending."""
     pairs = tuple([(H, engine) for H, engine in row])
     if not all(type(H) is int and engine in ("fused", "stepwise", "ops") for H, engine in pairs):
         raise ValueError(f"a row is pairs of H and engine but got {row}")
@@ -196,8 +196,7 @@ def checked_row(row: Any) -> Row:
 
 
 def checked_cut(rows: Any, spare: Any) -> Cut:
-    """Return a cut (how `fused` divides its work) that comes from a file. rows: the batch items of a threadgroup.
-    spare: how many registers of a thread must stay free of weights. Raise an error if a number is wrong."""
+    """Return a cut that comes from a file, or raise an error if one of its numbers is wrong."""
     if rows not in (1, 2, 4, 8) or type(spare) is not int or spare < 0:
         raise ValueError(f"a cut is rows 1, 2, 4 or 8 and registers to spare but got {rows}, {spare}")
     return Cut(rows, spare)

@@ -86,7 +86,11 @@ def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
         verdict = Verdict(reason, time.time() + seconds if seconds else 0.0, count)
     _known[trial] = verdict
     content = dict([*content.items(), (environment(), mine | {trial: verdict})][-MACHINES:])  # the last MACHINES ones
-    texts = {name: {key: written(one) for key, one in own.items()} for name, own in content.items()}
+    # A verdict that counts always is stored as a text, the reason; any other one as a dict of all fields.
+    texts = {
+        name: {key: one.reason if one.until is None else one._asdict() for key, one in own.items()}
+        for name, own in content.items()
+    }
     with suppress(OSError):
         file().parent.mkdir(parents=True, exist_ok=True)
         # force=True: replace an older file.
@@ -120,10 +124,8 @@ def environment() -> str:
 
 
 def read() -> dict[str, dict[str, Verdict]]:
-    """Return the content of `verdicts.json`: {environment: {name of a trial: its verdict}}. An environment is a chip
-    with the versions of macOS, MLX and our kernels. A trial runs kernels before their first use. Its verdict says that
-    their results are correct, or why they are refused. If the file is missing or broken, return {}; if it is broken,
-    also warn."""
+    """Return the content of `verdicts.json`: {environment: {name of a trial: its verdict}}. If the file is missing or
+    broken, return {}; if it is broken, also warn."""
     path = file()
     try:
         content = read_json(path)
@@ -138,15 +140,9 @@ def read() -> dict[str, dict[str, Verdict]]:
         return {}
 
 
-def written(verdict: Verdict) -> str | dict[str, Any]:
-    """Return a verdict in the form in which `verdicts.json` stores it: a text, the reason, if it counts always; else a
-    dict of all fields."""
-    return verdict.reason if verdict.until is None else verdict._asdict()
-
-
 def verdict_of(value: Any) -> Verdict:
     """Return the verdict that `verdicts.json` holds as this value: a text if the verdict counts always, else a dict of
-    all fields (see `written`). Raise an error if the value is no verdict; `read` then ignores the file."""
+    all fields. Raise an error if the value is no verdict; `read` then ignores the file."""
     if isinstance(value, str):
         return Verdict(value)
     verdict = Verdict(**value)

@@ -135,9 +135,9 @@ def absolute(paths: Iterable[object]) -> list[str]:
 
 def check_files(options: object, *names: str) -> None:
     """Check the files that a command will write: raise ValueError if the folder of a file does not exist, if it is a
-    folder itself, or if there is no permission. Otherwise a command that ran for minutes would lose its results.
-    options: the parsed command line. names: the options whose values are paths of files to write; None means that an
-    option was not given, "-" means the terminal."""
+    folder itself or a pipe, or if there is no permission. Otherwise a command that ran for minutes would lose its
+    results. options: the parsed command line. names: the options whose values are paths of files to write; None means
+    that an option was not given, "-" means the terminal."""
     for name in names:
         if getattr(options, name) in (None, "-"):
             continue
@@ -146,6 +146,9 @@ def check_files(options: object, *names: str) -> None:
             raise ValueError(f"--{name}: no folder {path.parent}")
         if path.is_dir():
             raise ValueError(f"--{name}: {path} is a folder")
+        # The shell's pipes, such as /dev/stdout and /dev/fd/63, have a reader. Opening another pipe may wait forever.
+        if path.is_fifo() and path.parts[:2] != ("/", "dev"):
+            raise ValueError(f"--{name}: {path} is a pipe")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"--{name}: no permission to write {path}")
 

@@ -10,7 +10,7 @@ class Parser(argparse.ArgumentParser):
     """A parser of command-line options that prints an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}; see --help\n")
 
 
 def check_plot(file: str, extra: str) -> None:

@@ -14,16 +14,8 @@ from .. import __version__
 from ..ground.child import shortened
 from ..ground.machine import chip, counted_gpu_cores, installed_version, system
 
-THREAD_SETTINGS = (
-    "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "OPENBLAS_CORETYPE",
-    "OPENBLAS_L2_SIZE",
-    "LD_PRELOAD",
-)
+THREAD_SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+THREAD_SETTINGS += ("VECLIB_MAXIMUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "LD_PRELOAD")
 """Environment variables that change the number of threads of libraries, or which code the libraries run. The report
 shows the ones that are set."""
 

@@ -54,13 +54,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rnn": {"activation": "tanh", "norm": None},
     "pointwise": {"graph": None, "norm": None},  # graph: a `CellGraph` of the engines, of a cell that the user wrote
 }
-COMMON = {
-    "reverse": False,
-    "bidirectional": False,
-    "lengths": None,
-    "hold": None,
-    "engine": None,  # the oracle accepts an engine's name but ignores it
-}
+# engine: the oracle accepts an engine's name but ignores it.
+COMMON = {"reverse": False, "bidirectional": False, "lengths": None, "hold": None, "engine": None}
 
 
 def sides(case: Call) -> list[Call]:

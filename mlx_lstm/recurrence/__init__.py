@@ -37,23 +37,8 @@ from ._stack import by_layer, join_biases, join_directions, join_states, of_laye
 from ._stepper import Stepper
 from ._steps import whole_steps
 
-__all__ = [
-    "QUANTIZED",
-    "Call",
-    "Hold",
-    "Lengths",
-    "Norm",
-    "PackedSequence",
-    "Quantized",
-    "QuantizedLayer",
-    "Stepper",
-    "by_layer",
-    "check_arrays",
-    "check_packed",
-    "common_dtype",
-    "pack_padded_sequence",
-    "pad_packed_sequence",
-]
+__all__ = ["QUANTIZED", "Call", "Hold", "Lengths", "Norm", "PackedSequence", "Quantized", "QuantizedLayer", "Stepper"]
+__all__ += ["by_layer", "check_arrays", "check_packed", "common_dtype", "pack_padded_sequence", "pad_packed_sequence"]
 __all__ += ["engine_used", "gru", "gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm"]
 __all__ += ["lstm_gradients", "of_layers", "pointwise", "recognise", "recurrent", "rnn", "rnn_gradients"]
 __all__ += ["split_states", "unguarded"]

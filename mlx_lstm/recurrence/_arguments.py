@@ -13,7 +13,6 @@ from numbers import Integral
 from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
-import numpy as np
 
 from ..engines.cells import ACTIVATIONS, AnyCell, Cell, GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized, is_packed
@@ -28,7 +27,7 @@ from ..ground.checks import (
     check_sizes,
     fail,
 )
-from ._steps import check_keep
+from ._steps import broadcasts, check_keep
 
 Check = TypeVar("Check", bound=Callable[..., Cell])  # a function such as `check_lstm`
 Sizes = tuple[int, int, int, int]
@@ -222,25 +221,20 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
     if dtype == mx.float64:
         fail(op, "x must be float32, float16 or bfloat16 where weights are quantized", dtype)
     for name in (name for name in WEIGHTS if is_packed(name, arrays)):
-        packed, scales, biases = (arrays.get(f"{name}{end}") for end in ("", "_scales", "_biases"))
+        packed, scales, biases = arrays[name], arrays[f"{name}_scales"], arrays.get(f"{name}_biases")
         # A row of the packed array stores a row of weights as consecutive bits, in 32-bit words. columns: the weights
         # of a row, rounded down; the next test fails if it was rounded. (0,): an array without axes has no weights.
-        *rows, words = cast(ArraySpec, packed).shape or (0,)
+        *rows, words = packed.shape or (0,)
         columns = words * 32 // packing.bits
-        if (
-            cast(ArraySpec, packed).dtype != mx.uint32
-            or columns * packing.bits != words * 32
-            or columns % packing.group_size
-        ):
-            rule = (
-                f"{name}.packed must be uint32, its rows groups of {packing.group_size} weights of {packing.bits} bits"
-            )
-            fail(op, rule, f"{cast(ArraySpec, packed).dtype}, shape {[*rows, words]}")
+        if packed.dtype != mx.uint32 or columns * packing.bits != words * 32 or columns % packing.group_size:
+            groups = f"groups of {packing.group_size} weights of {packing.bits} bits"
+            rule = f"{name}.packed must be uint32, its rows {groups}"
+            fail(op, rule, f"{packed.dtype}, shape {[*rows, words]}")
         shape = [*rows, columns // packing.group_size]
         if packing.mode == "affine":
             why = f", as its rows are {columns} weights of {packing.bits} bits in groups of {packing.group_size},"
             check_array(op, f"{name}.scales", scales, shape, why=why)
-            check_array(op, f"{name}.biases", biases, shape, cast(ArraySpec, scales).dtype)
+            check_array(op, f"{name}.biases", biases, shape, scales.dtype)
         else:  # in all other modes a scale is a code of 8 bits, and there are no biases
             check_array(op, f"{name}.scales", scales, shape, mx.uint8)
             if biases is not None:
@@ -253,11 +247,8 @@ def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.
     """Check that the mask broadcasts to `shape`, which is [T, B, D P], without enlarging `shape`. many: the number of
     directions in the error text, "2", or "" for one. T, B, D, P: steps, batch items, directions, width of h."""
     check_array(op, "mask", mask, None, dtype)  # None: its shape is checked below
-    try:
-        fits = np.broadcast_shapes(mask.shape, shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
+    sizes = (1,) * (3 - len(mask.shape)) + mask.shape  # with three axes, as broadcasting adds them
+    if not broadcasts(sizes, shape):
         T, B, width = shape
         rule = f"mask must broadcast to [B, {many}P] = [{B}, {width}] or [T, B, {many}P] = [{T}, {B}, {width}]"
         fail(op, rule, f"shape {list(mask.shape)}")

@@ -20,11 +20,10 @@ from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
 from ..engines.cells import AnyCell, LSTMCell
 from ..engines.choice import NOWHERE, Stream, on
-from ..engines.chunks import HALVES
 from ..engines.definitions import activate
 from ..engines.input_norm import before_steps
 from ..engines.packing import Packing, packed_names
-from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
+from ..engines.problem import HALVES, Arrays, Problem, limits_in_effect, masks_differ
 from ..engines.tracing import custom_function, have_values, is_transforming, vjp
 from ..ground.checks import check_every, check_lengths, warn_once
 from ._arguments import Sizes, check_call, check_sequences

@@ -80,11 +80,9 @@ def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> R
             return ""
         # If a last state or the gates have a cotangent, then the forward pass has returned them. Describe this in the
         # problem, too, because it decides which kernels run.
-        shown = {
-            "wants_last": problem.wants_last or not {"hT", "cT"}.isdisjoint(names),
-            "return_gates": "gates" in names,
-        }
-        reason = refusal(chosen.engine, problem._replace(cotangents=names, **shown))
+        last = problem.wants_last or not {"hT", "cT"}.isdisjoint(names)
+        asked = problem._replace(cotangents=names, wants_last=last, return_gates="gates" in names)
+        reason = refusal(chosen.engine, asked)
         if reason and is_forced:
             raise ValueError(f"[{problem.cell.op}] engine={chosen.engine!r} cannot run: {reason}.")
         if reason:

@@ -21,6 +21,7 @@ from ..engines.tracing import split_apart
 from ..ground.checks import check_array, check_flag, fail, instead_of
 from ._call import Call, Hold, Lengths
 from ._norm import Norm, with_norm
+from ._steps import broadcasts
 
 OP = "pointwise"
 """The function that error texts begin with."""
@@ -232,7 +233,7 @@ def check_sequences_of(inputs: Any, x: Any, width: int) -> list[mx.array]:
         if array.dtype == mx.complex64:
             fail(OP, f"inputs[{k}] must be real, an integer or bool", array.dtype)
         sizes = (1,) * (3 - array.ndim) + array.shape  # with three axes, as broadcasting adds them
-        if len(sizes) != 3 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
+        if not broadcasts(sizes, shape):
             fail(OP, f"inputs[{k}] must broadcast to [T, B, H] = {list(shape)}", f"shape {list(array.shape)}")
         whole.append(mx.broadcast_to(array.astype(x.dtype), shape))
     return whole

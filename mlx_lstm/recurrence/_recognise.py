@@ -28,6 +28,7 @@ The names of this module are:
 
 import warnings
 from collections.abc import Callable, Iterator
+from inspect import signature
 from itertools import product
 from keyword import iskeyword
 from typing import Any, NamedTuple
@@ -59,16 +60,8 @@ OPENERS = {
 """{op: parts (gate, kind)}. The weights of the `HIDDEN` gate change the result only while one of these parts is not 0,
 so one of them gets weights while the weights of the `HIDDEN` gate are tried."""
 
-DEFAULTS = {
-    "reset": "after",
-    "flip_z": False,
-    "activation": "tanh",
-    "output_peephole": "current",
-    "forget_bias": 0.0,
-    "cell_clip": None,
-    "clip_gradient": "through",
-}
-"""The defaults of the options in `Way.options`. The returned line contains only other values."""
+DEFAULTS = {name: each.default for op in OPS.values() for name, each in signature(op).parameters.items()}
+"""{option of one of these functions: its default}. The returned line contains only other values."""
 
 ROUNDING = {"lstm": 1e-6, "gru": 1e-6, "rnn": 2e-7}
 """{op: allowed error of a value v, relative to 1 + |v|}. The error comes from MLX's sigmoid, which is not exact in
@@ -509,17 +502,9 @@ def blocks_of(title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Bl
     for form, (rows, width) in (("", shape), (".T", shape[::-1])):
         for kind, C, start, stop, text in [(kind, *each) for kind, all_of in columns.items() for each in all_of]:
             if width == C and rows % H == 0:
-                turn = form == ".T"
-                for row in range(rows // H):
-                    yield Block(
-                        title,
-                        lambda a, turn=turn, start=start, stop=stop: (a.T if turn else a)[:, start:stop],
-                        form,
-                        text,
-                        row,
-                        rows // H,
-                        (kind,),
-                    )
+                turn, k = form == ".T", rows // H
+                view = lambda a, turn=turn, start=start, stop=stop: (a.T if turn else a)[:, start:stop]  # noqa: E731
+                yield from (Block(title, view, form, text, row, k, (kind,)) for row in range(k))
 
 
 OTHERS = [Way("gru", {"reset": reset, "flip_z": flip}) for reset in ("after", "before") for flip in (False, True)]

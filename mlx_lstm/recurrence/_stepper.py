@@ -19,7 +19,8 @@ import numpy as np
 
 from ..engines import Choice
 from ..engines.cells import AnyCell, Cell, LSTMCell
-from ..engines.chunks import HALVES, for_engine
+from ..engines.chunks import for_engine
+from ..engines.definitions import widened
 from ..engines.numpy.stream import Stream
 from ..engines.numpy.sweep import Views, views
 from ..engines.ops.packed import dequantized
@@ -321,9 +322,8 @@ class Stepper:
     def _real(self, name: str, value: Any) -> np.ndarray:
         """Check that a value is a real array of MLX or NumPy. Return it as a NumPy array."""
         if not isinstance(value, (mx.array, np.ndarray)):
-            fail(
-                self._op, f"{name} must be an mlx.core.array or a NumPy array{instead_of(value)}", type(value).__name__
-            )
+            rule = f"{name} must be an mlx.core.array or a NumPy array{instead_of(value)}"
+            fail(self._op, rule, type(value).__name__)
         if not is_real(value):
             fail(self._op, f"{name} must be real", value.dtype)
         return as_numpy(value) if isinstance(value, mx.array) else value
@@ -343,10 +343,8 @@ class Stepper:
         shape, arrays = self._states()["h"][0].shape, []
         for n, value in enumerate(inputs):
             array = self._real(f"inputs[{n}]", value)
-            # Broadcasting compares shapes from their last axis on.
-            if array.ndim > len(shape) or any(
-                size not in (1, wanted) for size, wanted in zip(array.shape[::-1], shape[::-1], strict=False)
-            ):
+            sizes = (1,) * (len(shape) - array.ndim) + array.shape  # with as many axes, as broadcasting adds them
+            if not broadcasts(sizes, shape):
                 fail(self._op, f"inputs[{n}] must broadcast to {list(shape)}", f"shape {list(array.shape)}")
             arrays.append(np.broadcast_to(array, shape).reshape(-1, shape[-1]))
         return np.concatenate(arrays, axis=-1)
@@ -439,5 +437,5 @@ def is_real(array: mx.array | np.ndarray) -> bool:
 def as_numpy(array: mx.array | np.ndarray) -> np.ndarray:
     """Return a copy of an array as a NumPy array. The 16-bit floats of MLX become float32."""
     if isinstance(array, mx.array):
-        array = array.astype(mx.float32) if array.dtype in HALVES else array
+        array = widened(array)
     return np.array(array, order="C")

@@ -51,11 +51,8 @@ def check_flags(op: str, name: str, array: mx.array) -> mx.array:
 def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.array:
     """Check the type, dtype and shape of `hold` (steps that leave the state unchanged), which broadcasts to [T, B], or
     to [B, T] with `batch_first`. Return it as bool [T, B]. T, B: steps, batch items."""
-    array = hold_array(op, hold)
     axes, sizes = ("[B, T]", (B, T)) if batch_first else ("[T, B]", (T, B))
-    if not broadcasts(array.shape, sizes):
-        fail(op, f"hold must broadcast to {axes} = {list(sizes)}", f"shape {list(array.shape)}")
-    array = mx.broadcast_to(array != 0, sizes)  # as bool
+    array = whole_steps(op, None, hold, sizes, axes)["hold"] != 0  # as bool
     return array.T if batch_first else array
 
 

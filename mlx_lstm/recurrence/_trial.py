@@ -122,10 +122,8 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         # B: more than `rows`, so that there are several threadgroups. `rows` depends on the number of GPU cores; the
         # cut stores it, so the trial needs no number of cores.
         B, H, P = next((B for B in batches(problem) if rows < B), problem.B), problem.H, problem.P
-        problem, limits = (
-            problem._replace(cut=Cut(rows, problem.cut.spare if problem.cut else 0)),
-            limits._replace(cores=0),
-        )
+        cut = Cut(rows, problem.cut.spare if problem.cut else 0)
+        problem, limits = problem._replace(cut=cut), limits._replace(cores=0)
         if isinstance(problem.cell, PointwiseCell):
             # The float64 reference computes only one direction of such a cell. The kernels are the same, because they
             # read the number of directions at run time.
@@ -156,8 +154,8 @@ def without_matrices(engine: str, problem: Problem) -> Problem | None:
         found = max(forward_tile(problem)[0], tile_of(problem, problem.H)[0]) >= 8  # [0]: the rows of a tile
     else:
         # as_read: the problem as the kernels get it, without a packing if they get dequantized weights.
-        as_read = fused.readable(problem, problem.names, problem.dtype)
-        found = fused.tiling_of("forward", as_read, as_read.dtype).matrices
+        as_read = fused.readable(problem, problem.names)
+        found = fused.tiling_of("forward", as_read).matrices
     spare = problem.cut.spare if problem.cut else 0  # registers that stay free
     # 4: the largest number of rows of a threadgroup that multiplies no 8 x 8 matrices.
     return problem._replace(cut=Cut(rows=4, spare=spare)) if found else None
@@ -218,8 +216,8 @@ def rows_of(problem: Problem) -> int:
     size and on the number of GPU cores. A trial sets this number directly, so that its own batch can be small."""
     if problem.cut:
         return problem.cut.rows
-    packing = fused.readable(problem, problem.names, problem.dtype).packing  # None if kernels get float weights
-    return fused.rows_for(fused.layer_size(problem, problem.dtype.size)._replace(packing=packing))
+    packing = fused.readable(problem, problem.names).packing  # None if kernels get float weights
+    return fused.rows_for(fused.layer_size(problem)._replace(packing=packing))
 
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:

@@ -217,7 +217,7 @@ def itemsize(launch: Launch) -> int:
 def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
     """Return the tiling of a `fused` kernel: batch rows per threadgroup, and the part of the weights that is
     resident in registers. `size`: bytes per element of the arrays."""
-    layer = layer_size(problem, size)._replace(packing=problem.packing if reads_packed(launch) else None)
+    layer = layer_size(problem)._replace(itemsize=size, packing=problem.packing if reads_packed(launch) else None)
     return fused_tiling(layer, backward="backward" in launch.name, cut=problem.cut)
 
 

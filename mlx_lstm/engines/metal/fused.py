@@ -22,9 +22,6 @@ What the names in this file mean:
 - mask, keep: factors on h in the recurrent product, and on all states before a step
 - cotangent: the gradient that the caller gives for an output
 - q: the recurrent product of a GRU's candidate gate, which the backward steps of some GRUs read
-- from kernel.py: `prepare` returns a launch; `contiguous` an array in row-major order, which launches do not copy;
-  `constant` a cached array of a few numbers; `struct_of` the source of the struct `a` in which a kernel gets its
-  arrays; `numbers_of` an LSTM's forget bias and limits; `cell_number` the options of a cell as bits, OPTIONS in Metal
 """
 
 from collections.abc import Collection
@@ -75,8 +72,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
         return join([forward(one_direction(problem, d), part(arrays, d)) for d in range(2)])
     cell = problem.cell
     # The mask is the factor on h in the recurrent product. It has one time index if all steps share it.
-    dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays) if cell.recurrent else None
-    sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
+    mask = whole_mask(problem, arrays) if cell.recurrent else None
+    sweep = forward_sweep(problem, tuple(arrays), mask is not None and mask.shape[0] > 1)
     # numbers: an LSTM's forget bias and limits.
     inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
     if cell.norm is not None:
@@ -97,7 +94,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     results = run(problem, sweep.parts, inputs, {"hT": "h0", "cT": "c0"})
     # No launch writes the gates of a cell that saves no numbers; the caller gets an empty array.
     if cell.kept == 0:
-        results["gates"] = mx.zeros((problem.T, problem.B, 0), dtype)
+        results["gates"] = mx.zeros((problem.T, problem.B, 0), problem.dtype)
     return results
 
 
@@ -114,14 +111,13 @@ def arranged(problem: Problem, arrays: Arrays, sweep: "Sweep | None" = None) -> 
     """Return the recurrent weights in the order in which the lanes of the forward pass read them. A caller that runs
     many single steps calls this function once, and passes the result to `forward` as the array `arranged`. sweep: the
     launches of the forward pass, or None to build them."""
-    dtype = arrays["x"].dtype
     # False stands for "all steps share one mask". The order of the weights does not depend on it.
-    sweep = forward_sweep(problem, dtype, tuple(arrays), False) if sweep is None else sweep
+    sweep = forward_sweep(problem, tuple(arrays), False) if sweep is None else sweep
     if sweep.quantized:
-        scales, biases = scales_of(arrays, "Wh", dtype)
+        scales, biases = scales_of(arrays, "Wh", problem.dtype)
         Wh = [arrays["Wh"], scales] if biases is None else [arrays["Wh"], scales, biases]
     elif problem.packing is not None and is_packed("Wh", arrays):
-        Wh = [matrix(problem.packing, arrays, "Wh", dtype)]
+        Wh = [matrix(problem.packing, arrays, "Wh", problem.dtype)]
     else:
         Wh = [arrays["Wh"]]
     assert sweep.arrange is not None
@@ -133,9 +129,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
     saved: the outputs of the forward pass. cotangents: the gradients that the caller gives for some outputs, with the
     keys h, c, gates, hT, cT. If the gates were not saved, the forward pass runs again to compute them. Before the
-    backward steps MLX computes some arrays for all steps at once: h_in (the input of the recurrent product), q (the
-    recurrent product of a GRU's candidate), and the normalised numbers (`of_norms`). After the steps it computes the
-    gradients of the weights as products over all steps.
+    backward steps MLX computes h_in (the input of the recurrent product), q and the normalised numbers (`of_norms`) of
+    all steps at once. After the steps it computes the gradients of the weights as products over all steps.
     """
     cell = problem.cell
     if saved.get("gates") is None and cell.reads_kept:
@@ -145,7 +140,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
         return join_gradients([backward(one_direction(problem, d), *values) for d, values in enumerate(each)], arrays)
     mask = whole_mask(problem, arrays) if cell.recurrent else None
     differ = mask is not None and mask.shape[0] > 1
-    sweep = backward_sweep(problem, saved["h"].dtype, tuple(arrays), differ, tuple(cotangents))
+    sweep = backward_sweep(problem, tuple(arrays), differ, tuple(cotangents))
     inputs = backward_inputs(problem, arrays, saved, cotangents, sweep) | {"mask": mask}
     operand: Arrays = {}  # h_in, if weight gradients, q or the norms' numbers are computed from it below
     if sweep.few or sweep.takes_product or norms.of_product(cell):
@@ -172,10 +167,9 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 def backward_inputs(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, sweep: "Sweep") -> Inputs:
     """Return the arrays that the launches of a backward pass read, apart from the mask, the weights, and the arrays of
-    norms. They are arrays of the call, outputs of the forward pass (`saved`) and cotangents. A cotangent has the name
-    of its output with a d before it. sweep: the launches. numbers: an LSTM's limits. Optional arrays of the call are
-    made contiguous here. `backward` does the same with other arrays if several launches read them, because each launch
-    would copy an array that is not contiguous."""
+    norms. A cotangent has the name of its output with a d before it. sweep: the launches. Optional arrays of the call
+    are made contiguous here. `backward` does the same with other arrays if several launches read them, because each
+    launch would copy an array that is not contiguous."""
     cell = problem.cell
     inputs: Inputs = {name: saved[name] for name in states_of(cell)}
     if cell.reads_kept and cell.kept:
@@ -256,9 +250,8 @@ def run(problem: Problem, parts: tuple[Part, ...], inputs: Inputs, carried: dict
 
 
 def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
-    """Return a whole sequence, joined from the pieces that the launches of a pass returned. pieces: the parts of the
-    sequence in the order of the forward steps. A reverse direction processes time backward, so there the pieces are
-    joined in the opposite order. `half` takes one direction's half of the last axis."""
+    """Return a whole sequence, joined from its pieces in the order of the forward steps. A reverse direction processes
+    time backward, so there the pieces are joined in the opposite order."""
     if problem.bidirectional:
         forward, reverse = ([half(piece, d) for piece in pieces] for d in range(2))
         return mx.concatenate([mx.concatenate(forward), mx.concatenate(reverse[::-1])], axis=-1)
@@ -302,12 +295,11 @@ INPUTS = {
 
 
 @cached
-def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool) -> Sweep:
+def forward_sweep(problem: Problem, names: tuple[str, ...], masks_differ: bool) -> Sweep:
     """Return the launches of the forward pass for a call whose arrays have these names. masks_differ: whether each step
-    has its own mask. there: {array of a launch: whether the launch has it}. present: the names of the arrays that the
-    first launch has. later: those of the other launches, which also get the states that the launch before returned.
-    bare: the problem, without its packing if the launches read dequantized weights."""
-    bare, cell = readable(problem, names, dtype), problem.cell
+    has its own mask. present: the names of the arrays that the first launch has. later: those of the other launches,
+    which also get the states that the launch before returned."""
+    bare, cell = readable(problem, names), problem.cell
     there = {name: name in names for name in ("h0", "c0", "lengths")}
     # The mask on h includes `keep`. numbers: the forget bias and limits, which only an LSTM has.
     there |= {"z": True, "arranged": cell.recurrent, "sizes": True}
@@ -316,26 +308,22 @@ def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], mas
     present |= norms.present(problem, names, "forward")
     later = present | ({"h0", "c0"} if cell.carried else {"h0"})
     parts = tuple(
-        prepared_part("forward", bare, dtype, later if n else present, steps, sizes)
+        prepared_part("forward", bare, later if n else present, steps, sizes)
         for n, (steps, sizes) in enumerate(division(bare, masks_differ))
     )
     quantized = bare.packing is not None
-    arrange = arrange_quantized(bare, names, dtype) if quantized else arrange_launch("forward", bare, dtype)
+    arrange = arrange_quantized(bare, names) if quantized else arrange_launch("forward", bare)
     return Sweep(arrange, parts, options_of(problem, names), numbers_of(problem.cell), quantized)
 
 
 @cached
-def backward_sweep(
-    problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, cotangents: tuple[str, ...]
-) -> Sweep:
+def backward_sweep(problem: Problem, names: tuple[str, ...], masks_differ: bool, cotangents: tuple[str, ...]) -> Sweep:
     """Return the launches of the backward pass for a call whose arrays and cotangents have these names. The first
-    launch runs the last steps. masks_differ: whether each step has its own mask. few: whether few launches can compute
-    the weight gradients afterwards. product: whether the steps read q, the recurrent product of a GRU's candidate.
-    saves_d: whether the kernel also writes d_out, the gradients of the recurrent products. In a GRU that reads q they
-    differ from dz, the gradients of the preactivations. Without d_out `gradients_after_sweep` computes them from dz and
-    r. there: {array of a launch: whether the launch has it}; the array numbers is there if a clip of c stops gradients,
-    because the kernel then needs its limit. present: the names of the arrays that the first launch has. later: those of
-    the other launches, which also get the gradients of the states (dhT, dcT) from the launch before."""
+    launch runs the last steps. masks_differ, present, later: as in `forward_sweep`; the later launches get the
+    gradients of the states (dhT, dcT) from the launch before. few, product: the fields few and takes_product of the
+    result. saves_d: whether the kernel also writes d_out, the gradients of the recurrent products. In a GRU that reads
+    q they differ from dz, the gradients of the preactivations. Without d_out `gradients_after_sweep` computes them from
+    dz and r. The array numbers has the limit of c, which the kernel needs if the clip of c stops gradients."""
     cell, bare = problem.cell, readable(problem)
     few, product = is_plain(problem, names) and not isinstance(cell, PointwiseCell), takes_product(cell)
     saves_d = product and (few or norms.of_product(cell))
@@ -349,10 +337,10 @@ def backward_sweep(
     present |= norms.present(problem, names, "backward")
     later = present | ({"dhT", "dcT"} if cell.carried else {"dhT"})
     parts = tuple(
-        prepared_part("backward", bare, dtype, later if n else present, steps, sizes, saves_d=saves_d)
+        prepared_part("backward", bare, later if n else present, steps, sizes, saves_d=saves_d)
         for n, (steps, sizes) in enumerate(reversed(division(bare, masks_differ)))
     )
-    arrange = arrange_launch("backward", bare, dtype)
+    arrange = arrange_launch("backward", bare)
     numbers = numbers_of(cell) if there["numbers"] else None
     return Sweep(arrange, parts, options_of(problem, names), numbers, few=few, takes_product=product)
 
@@ -366,10 +354,10 @@ def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in options if name in names)
 
 
-def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx.float32) -> Problem:
+def readable(problem: Problem, names: Collection[str] = ()) -> Problem:
     """Return the problem, but without its packing if the kernels of a pass cannot read quantized weights. They then get
-    weights that are dequantized once per pass. names, dtype: the names and the dtype of the arrays of a forward pass.
-    Without `names` the result is for a backward pass, which never reads quantized weights.
+    weights that are dequantized once per pass. names: the names of the arrays of a forward pass. Without `names` the
+    result is for a backward pass, which never reads quantized weights.
 
     A kernel that multiplies 8 x 8 matrices cannot read quantized weights. For float32 arrays it is used nevertheless:
     with dequantized weights it takes, by our prediction, a half to four fifths of the time of a kernel that reads
@@ -379,7 +367,7 @@ def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx
     if problem.packing is None:
         return problem
     bare = problem._replace(packing=None)
-    if not is_packed("Wh", names) or (dtype == mx.float32 and tiling_of("forward", bare, dtype).matrices):
+    if not is_packed("Wh", names) or (problem.dtype == mx.float32 and tiling_of("forward", bare).matrices):
         return bare
     return problem
 
@@ -393,7 +381,7 @@ def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]
     It has at most `limits.launch_steps` steps. groups: for each pass its tiling and the number of its threadgroups.
     """
     # `sizes` has fewer than 8 elements, because MLX then binds it in Metal's address space `constant`.
-    tilings = [tiling_of(sweep, problem, problem.dtype) for sweep in SWEEPS]
+    tilings = [tiling_of(sweep, problem) for sweep in SWEEPS]
     T, B, D, size = problem.T, problem.B, problem.directions, problem.dtype.size
     groups = [(tiling, D * -(-B // tiling.rows)) for tiling in tilings]
     cycles = max(pass_cycles(tiling, count, problem.cores, size, problem.packing) for tiling, count in groups)
@@ -414,7 +402,7 @@ def index_of(problem: Problem) -> mx.Dtype:
     return mx.uint32 if elements < problem.limits.index else mx.uint64
 
 
-def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps: int, saves_d: bool) -> Outputs:
+def outputs_of(sweep: str, problem: Problem, keep: bool, steps: int, saves_d: bool) -> Outputs:
     """Return the shape and dtype of each output of the kernel of a pass, in the order of the kernel's struct of
     arrays. An entry is None if the launch does not write this output.
 
@@ -428,7 +416,7 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
     - du, dw: of the inputs and of the parameters of a user's cell. dw [threadgroups, D V H] has one sum over batch
       items for each threadgroup; MLX adds up these sums later
     """
-    B, H, D, cell = problem.B, problem.H, problem.directions, problem.cell
+    B, H, D, cell, dtype = problem.B, problem.H, problem.directions, problem.cell, problem.dtype
 
     def array(lead: tuple[int, ...], blocks: int, kind: mx.Dtype) -> tuple[tuple[int, ...], mx.Dtype] | None:
         return ((*lead, D * blocks * H), kind) if blocks else None
@@ -443,7 +431,7 @@ def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps:
         if cell.norm is not None:
             outputs["d_product"] = array(wide, cell.gates, dtype) if norms.of_product(cell) else None
             outputs["d_norm_c"] = array(wide, 1, mx.float32) if norms.of_state(cell) else None
-        groups = -(-B // tiling_of(sweep, problem, dtype).rows)
+        groups = -(-B // tiling_of(sweep, problem).rows)
         outputs |= {"du": array(wide, cell.inputs, dtype), "dw": array((groups,), cell.summed, mx.float32)}
         return outputs | {"dh0": h, "dc0": c}
     kept = cell.kept if problem.training or problem.return_gates else 0
@@ -482,7 +470,6 @@ def shader_of(cell: AnyCell, lanes: bool, computes: bool = True) -> Shader:
 def prepared_part(
     sweep: str,
     problem: Problem,
-    dtype: mx.Dtype,
     present: Collection[str],
     steps: int,
     sizes: mx.array,
@@ -493,16 +480,14 @@ def prepared_part(
     that this launch has. sizes: its array of seven integers (`division`). saves_d: whether the backward pass writes
     d_out.
 
-    The kernel's body declares the struct of its arrays and the threadgroup memory `vectors`, and calls the shader with
-    template arguments: the cell's struct, H, and how the work is divided. options, template: the constants that the
-    source declares before the body. arguments: the template arguments of the shader, in order. files: the shader files
-    that the source needs. OPTIONS: the cell's options as bits. UNITS, ROWS, RESIDENT, VECTORS: the fields of
-    `FusedTiling` with these names. S: the dtype."""
+    The kernel's body declares the struct of its arrays and the threadgroup memory `vectors`, and calls the shader.
+    options, template: the constants that the source declares before the body; UNITS, ROWS, RESIDENT, VECTORS are fields
+    of `FusedTiling`. arguments: the template arguments of the shader, in order."""
     has_norm = problem.cell.norm is not None
     inputs = {name: name in present for name in (*INPUTS[sweep], *(norms.READ[sweep] if has_norm else ()))}
-    outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)
+    outputs = outputs_of(sweep, problem, "keep" in present, steps, saves_d)
     cell, back = problem.cell, sweep == "backward"
-    tiling, quantized = tiling_of(sweep, problem, dtype, present), problem.packing is not None and not back
+    tiling, quantized = tiling_of(sweep, problem, present), problem.packing is not None and not back
     struct, files, own, name = shader_of(cell, lanes=not tiling.matrices)
     options: Template = {} if own else {"OPTIONS": cell_number(cell, "peephole" in present)}
     template: Template = {"H": problem.H}
@@ -514,7 +499,7 @@ def prepared_part(
         of_norm = (OWN_NORM_FILES if own else NORM_FILES) if has_norm else ()
         files = (*files, *(QUANTIZED_FILES if quantized else ()), *of_norm, shader)
         template |= {"UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
-    template |= {"Index": index_of(problem), "S": dtype}
+    template |= {"Index": index_of(problem), "S": problem.dtype}
     arguments = [struct, *template]
     if not back and not tiling.matrices:
         arguments.append(VECTOR if quantized else "vec<S, 4>")
@@ -540,26 +525,16 @@ def packing_template(problem: Problem) -> Template:
     return {"FIELD": field_of(packing), "GROUP": packing.group_size, "BIASED": packing.mode == "affine"}
 
 
-def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
-    """Return a copy of Wh in the order in which lanes (threads of a simdgroup) read it. The axes of the result are:
-    directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 weights of a vector. sweep: the pass,
-    "forward" or "backward"; the two passes read the weights in different orders."""
-    launch = arrange_launch(sweep, problem, Wh.dtype)
-    assert launch is not None
-    return launch(inputs=[Wh])[0]
-
-
 @cached
-def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch | None:
+def arrange_launch(sweep: str, problem: Problem) -> Launch | None:
     """Return the launch that copies the weights Wh into the order in which lanes read them in a pass. sweep: this pass,
-    "forward" or "backward". Return None if the cell has no Wh. The launch has one thread for each vector of 4 weights.
-    Its template arguments are: UNITS, how many units share a group of lanes; BACK, whether the order is that of the
-    backward pass; MATRICES, whether it is that of products of 8 x 8 matrices; S, the dtype. OPTIONS, the options of a
-    built-in cell as bits, has only the bits on which the order depends, so that cells with different activations share
-    this kernel."""
+    "forward" or "backward"; the two passes read them in different orders. Return None if the cell has no Wh. The axes
+    of the copy are: directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 weights of a vector.
+    The launch has one thread for each vector; metal/fused_arrange.metal explains its template arguments. OPTIONS has
+    only the bits on which the order depends, so that cells with different activations share this kernel."""
     if not problem.cell.recurrent:
         return None
-    D, tiling = problem.directions, tiling_of(sweep, problem, dtype)
+    D, tiling, dtype = problem.directions, tiling_of(sweep, problem), problem.dtype
     # lanes=True also for MATRICES, because the shader has code for both orders, and this code names the struct `Lanes`.
     struct, files, own, name = shader_of(problem.cell, lanes=True, computes=False)
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), dtype)}
@@ -578,21 +553,19 @@ def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch | No
 
 
 @cached
-def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype) -> Launch:
+def arrange_quantized(problem: Problem, names: tuple[str, ...]) -> Launch:
     """Return the launch that copies quantized weights into the order in which lanes read them. The axes of the copy
     are: directions, simdgroups, vectors of a lane, the 32 lanes of a simdgroup, the 4 words of a vector. A word has 32
     bits. The words of a lane hold its weights and, behind the weights of each quantization group, the group's scale and
-    bias. names: the names of the call's arrays. The template arguments are: UNITS, how many units share a group of
-    lanes; COUNT, the vectors of a lane; BITS, the bits of a weight in the format of `mx.quantize`; FIELD, its bits in
-    the copy; S, the dtype of the scales; VECTOR, the type of a vector of 4 words."""
-    D, tiling = problem.directions, tiling_of("forward", problem, dtype)
+    bias. names: the names of the call's arrays. metal/fused_arrange.metal explains the template arguments."""
+    D, tiling = problem.directions, tiling_of("forward", problem)
     struct, files, own, name = shader_of(problem.cell, lanes=True, computes=False)
     inputs = {"Wh": True, "Wh_scales": True, "Wh_biases": "Wh_biases" in names}
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), mx.uint32)}
     template: Template = {} if own else {"OPTIONS": cell_number(problem.cell)}
     template |= {"H": problem.H, "UNITS": tiling.units}
     template |= {"COUNT": tiling.weights, "BITS": problem.packing.bits if problem.packing else 32}
-    template |= packing_template(problem) | {"S": dtype}
+    template |= packing_template(problem) | {"S": problem.dtype}
     present = [*(name for name in inputs if inputs[name]), "arranged"]
     body = struct_of(fields_of((*inputs, "arranged"), present))
     arguments = f"{struct}, H, UNITS, COUNT, FIELD, {VECTOR}"
@@ -708,9 +681,8 @@ def fused_tiling(layer: LayerSize, *, backward: bool, more: int = 0, cut: Cut | 
     of four: four weights or, if they are quantized, four 32-bit words.
 
     -(-a // b) is a / b, rounded up. lanes: how many lanes share a unit, 1 or 4. group: how many lanes share the product
-    of `units` units. wanted: how many batch items a threadgroup should have. piece: how many terms of a sum a group
-    multiplies at once. slots: how many rows of weights a lane works on. weights: how many vectors of four a lane has.
-    one: the bytes of one buffer; vectors: the number of buffers, 1 or 2.
+    of `units` units. piece: how many terms of a sum a group multiplies at once. slots: how many rows of weights a lane
+    works on. weights: how many vectors of four a lane has. one: the bytes of one buffer.
     """
     cell, H, itemsize, packing = layer.cell, layer.H, layer.itemsize, layer.packing
     lanes, gates = lanes_of(cell), cell.gates
@@ -801,8 +773,7 @@ def rows_for(layer: LayerSize) -> int:
 
 def step_cycles(layer: LayerSize, rows: int) -> float:
     """Return the predicted cycles of a GPU core for one time step, forward and backward together, if a threadgroup
-    computes `rows` batch items. With quantized weights only the forward pass is counted. groups: the number of
-    threadgroups. numbers: how many quantized weights a threadgroup multiplies, without padding."""
+    computes `rows` batch items. With quantized weights only the forward pass is counted, and no padding."""
     total = 0.0
     for backward in (False,) if layer.packing else (False, True):
         tiling = fused_tiling(layer, backward=backward, cut=Cut(rows))
@@ -843,8 +814,7 @@ def groups_at_once(tiling: FusedTiling) -> int:
 
 def rows_of(cell: AnyCell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
     """Return how many batch items a threadgroup of `threads` threads computes if it multiplies in lanes: `wanted`, or
-    fewer if a thread does not have enough registers. sweep: the pass, "forward" or "backward". packed: whether the
-    weights are quantized. The table WORKING_REGISTERS has the possible numbers."""
+    fewer if a thread does not have enough registers. The table WORKING_REGISTERS has the possible numbers."""
     most = registers_of(threads)
     possible = [rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted]
     return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows, packed) <= most)
@@ -852,10 +822,9 @@ def rows_of(cell: AnyCell, sweep: str, wanted: int, threads: int, packed: bool) 
 
 def working_registers(cell: AnyCell, sweep: str, rows: int, packed: bool) -> int:
     """Return how many registers a thread needs, without those for weights that stay in registers and for optional
-    inputs. sweep: the pass, "forward" or "backward". rows: the batch items of a threadgroup. packed: whether the
-    weights are quantized."""
-    own = own_registers(cell, rows)
-    return WORKING_REGISTERS[cell.op, sweep][rows] + own + (PACKED_REGISTERS[rows] if packed else 0)
+    inputs. packed: whether the weights are quantized."""
+    packs = PACKED_REGISTERS[rows] if packed else 0
+    return WORKING_REGISTERS[cell.op, sweep][rows] + own_registers(cell, rows) + packs
 
 
 def own_registers(cell: AnyCell, rows: int) -> int:
@@ -876,21 +845,20 @@ def lanes_of(cell: AnyCell) -> int:
     return 4 if cell.recurrent and cell.op != "rnn" else 1
 
 
-def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[str] = ()) -> FusedTiling:
+def tiling_of(sweep: str, problem: Problem, names: Collection[str] = ()) -> FusedTiling:
     """Return how a pass ("forward" or "backward") of this problem is divided among threads. names: the names of a
     launch's inputs. The division depends on optional inputs and on norms of single gates, because they need additional
     registers. Only a forward pass reads quantized weights."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
     more += EACH_REGISTERS if norm_blocks(problem.cell) > 1 else 0
-    packing = problem.packing if sweep == "forward" else None
-    layer = layer_size(problem, dtype.size)._replace(packing=packing)
+    layer = layer_size(problem) if sweep == "forward" else layer_size(problem)._replace(packing=None)
     return fused_tiling(layer, backward=sweep == "backward", more=more, cut=problem.cut)
 
 
-def layer_size(problem: Problem, itemsize: int) -> LayerSize:
-    """Return the sizes of a problem's layer. itemsize: the bytes of a number."""
+def layer_size(problem: Problem) -> LayerSize:
+    """Return the sizes of a problem's layer."""
     cell, B, H = problem.cell, problem.B, problem.H
-    return LayerSize(cell, B, H, itemsize, problem.directions, problem.cores, problem.packing)
+    return LayerSize(cell, B, H, problem.dtype.size, problem.directions, problem.cores, problem.packing)
 
 
 def two_products(cell: AnyCell) -> bool:

@@ -71,8 +71,8 @@ def contiguous(array: mx.array) -> mx.array: ...
 @overload
 def contiguous(array: None) -> None: ...
 def contiguous(array: mx.array | None) -> mx.array | None:
-    """Return the array with its elements in row-major order in memory. A launch would copy an array in another order,
-    and each launch would copy it again. Here it is copied only once."""
+    """Return the array in row-major order in memory. Each launch would copy an array in another order again. Here it is
+    copied only once."""
     if array is None:
         return None
     # `reshape(-1)` copies an array that is not in row-major order. `mx.contiguous` does the same, but MLX cannot export
@@ -82,8 +82,8 @@ def contiguous(array: mx.array | None) -> mx.array | None:
 
 def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
     """Return the factor on h in the recurrent product: the option `mask` times the option `keep` (factors on the states
-    before each step, [T, B, D]). Its shape is [T, B, D P], or [1, B, D P] if all steps share it, for T steps, B batch
-    items, D directions and h of width P. Return None if the call has neither option."""
+    before each step, [T, B, D]). Its shape is [T, B, D P], or [1, B, D P] if all steps share it; P is the width of h.
+    Return None if the call has neither option."""
     mask, keep = arrays.get("mask"), arrays.get("keep")
     if keep is not None:
         keep = mx.repeat(keep, problem.P, axis=-1)
@@ -115,8 +115,9 @@ class Definition(NamedTuple):
     words: frozenset[str]
 
 
-DEFINED = re.compile(r"\b(?:struct|enum|using)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)|\b(\w+)\(")
-"""A pattern that finds the name of a definition (a type, a constant or a function) in the source outside of braces."""
+DEFINED = re.compile(r"(?:\b(?:struct|enum|using)|#define)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)|\b(\w+)\(")
+"""A pattern that finds the name of a definition (a type, a macro, a constant or a function) in the source outside of
+braces."""
 
 
 @lru_cache(512)
@@ -145,10 +146,10 @@ def definitions(file: str, text: str) -> list[Definition]:
 
 
 def header(shaders: Iterable[str], body: str) -> str:
-    """Return the source of the definitions that the code `body` needs, in the order of the files. A definition is
-    needed if it defines a word of the body or of another needed definition. `#line` directives tell compilers,
-    profilers and the tests' emulator the file and line of each definition. shaders: the names of the shader files,
-    without the ending. left: the definitions that are not needed so far."""
+    """Return the source of the definitions that the code `body` needs, in the order of the shader files `shaders`. A
+    definition is needed if it defines a word of the body or of another needed definition. `#line` directives tell
+    compilers, profilers and the tests' emulator the file and line of each definition. left: the definitions that are
+    not needed so far."""
     every = [definition for name in shaders for definition in definitions(f"{name}.metal", shader_file(name))]
     words, left = set(re.findall(r"\w+", body)), every
     while needed := [definition for definition in left if not words.isdisjoint(definition.names)]:
@@ -182,9 +183,8 @@ PARTS = ("_scales", "_biases")
 
 
 def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "a") -> str:
-    """Return the Metal source of a struct for the arrays of a kernel, and of a variable of this struct. fields: {name
-    of a field: Metal expression of its value}, from `fields_of`. name, variable: the names of the struct and of the
-    variable. metal/arrays.metal explains the struct."""
+    """Return the Metal source of a struct for the arrays of a kernel, and of a variable of this struct. fields: from
+    `fields_of`. name, variable: the names of the struct and of the variable. metal/arrays.metal explains the struct."""
     # decltype(as_field(x)) is the type of the pointer to the array x (metal/arrays.metal). Fields have the same names
     # as the kernel's parameters. C++ does not allow a struct in which a name first means a parameter and then a field.
     # So the types of the fields are named before the struct.
@@ -307,9 +307,8 @@ STRUCTS = {"lstm": "LSTMCell<OPTIONS>", "gru": "GRUCell<OPTIONS>", "rnn": "RNNCe
 @cache
 def cell_number(cell: AnyCell, peephole: bool = False) -> int:
     """Return the options of a cell as one integer, the template argument OPTIONS of the cell's Metal struct.
-    metal/cell.metal lists its bits: from bit 0 on the position of each gate in `gate_order`, from bit 8 on the
-    activations, from bit 23 on the cell's own options, from bit 27 on the norm. peephole: whether the call has
-    peepholes. `known` raises an error if ACTIVATIONS does not have an activation."""
+    metal/cell.metal lists its bits. peephole: whether the call has peepholes. `known` raises an error if ACTIVATIONS
+    does not have an activation."""
     order, gates, own = cell.gate_order, {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[cell.op], 0
     if isinstance(cell, GRUCell):
         own = (cell.reset == "before") + (cell.flip_z << 1)

@@ -8,7 +8,6 @@ product over all T * B rows. So the forward pass saves nothing for the norms.
 
 - norm_scale, norm_shift [G H], norm_c_scale, norm_c_shift [H]: the arrays that the user passes, for one direction
 - norm_y, norm_r: y and r of the product or sum; norm_c_y, norm_c_r: y and r of c
-- q: the normalised recurrent product of a GRU's candidate, with its bias bhn
 - d_product: the gradient of x. d_norm_c: the gradient of the result of the norm of c
 
 T steps, B items, D directions, G gates, H units, P the width of h.
@@ -43,8 +42,7 @@ def of_state(cell: AnyCell) -> bool:
 
 
 def inputs_of(problem: Problem, arrays: Arrays) -> Inputs:
-    """Return the inputs that all kernels of a cell with a norm read: scales and shifts, as far as the call has them,
-    and eps as an array of one number."""
+    """Return the inputs that all kernels of a cell with a norm read: scales and shifts, and eps as an array."""
     norm = problem.cell.norm
     assert norm is not None
     inputs: Inputs = {name: contiguous(arrays[name]) for name in ARRAYS if name in arrays}
@@ -52,8 +50,8 @@ def inputs_of(problem: Problem, arrays: Arrays) -> Inputs:
 
 
 def present(problem: Problem, names: tuple[str, ...], sweep: str) -> set[str]:
-    """Return the names of those inputs in READ that the kernels of a pass get in this call. names: the names of the
-    call's arrays. sweep: the pass, "forward" or "backward"."""
+    """Return the names of those inputs in READ that the kernels of a pass, "forward" or "backward", get in this call.
+    names: the names of the call's arrays."""
     cell = problem.cell
     if cell.norm is None:
         return set()
@@ -176,8 +174,7 @@ def for_gradients(problem: Problem, results: Arrays, numbers: Arrays, gates: mx.
 
 
 def times_reset(problem: Problem, dz: mx.array, gates: mx.array) -> mx.array:
-    """Return dz [T, B, D 3H] of a GRU, with the candidate's block multiplied by the gate r. gates: the gates of all
-    steps, in the shape of dz."""
+    """Return dz [T, B, D 3H] of a GRU, with the candidate's block multiplied by the gate r. gates: as dz."""
     cell, (T, B), D, H = problem.cell, dz.shape[:2], problem.directions, problem.H
     r = gates.reshape(T, B, D, 3 * H)[..., cell.block("r", H)]
     factors = [r if gate == "n" else mx.ones_like(r) for gate in cell.gate_order]

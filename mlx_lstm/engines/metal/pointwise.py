@@ -42,16 +42,16 @@ from .statements import HELPERS, Statements
 
 
 def scatters(cell: PointwiseCell) -> bool:
-    """Return whether each of a unit's four lanes gets the recurrent product of one gate only: lane k gets the
-    product of gate k. Otherwise all lanes get the products of all gates, which takes more additions. A cell that
-    reads the products `apart` needs all of them in every lane."""
+    """Return whether lane k of a unit's four lanes gets the recurrent product of gate k only. Otherwise all lanes get
+    the products of all gates, which takes more additions. A cell that reads the products `apart` needs all of them in
+    every lane."""
     return cell.recurrent and cell.gates == 4 and not cell.graph.apart
 
 
 def grouped(letter: str, nodes: list[int], lanes: int) -> list[tuple[str, list[int]]]:
-    """Divide nodes of a cell's graph among registers that hold a different node in each lane, so that each lane stores
-    only a part of the values. Return pairs (name of a register, the node of each lane). Register j has the name
-    `letter` followed by j; in lane k it holds nodes[j * lanes + k], or -1 if there is no such node."""
+    """Divide nodes of a cell's graph among registers that hold a different node in each lane. Return pairs (name of a
+    register, the node of each lane). Register j has the name `letter` followed by j; in lane k it holds nodes[j * lanes
+    + k], or -1 if there is no such node."""
     parts = [nodes[start : start + lanes] for start in range(0, len(nodes), lanes)]
     return [(f"{letter}{j}", [*nodes, *[-1] * (lanes - len(nodes))]) for j, nodes in enumerate(parts)]
 
@@ -118,8 +118,7 @@ def norm_text(cell: PointwiseCell) -> str:
 
 
 def helpers_text(cell: PointwiseCell) -> str:
-    """Return the Metal source of the functions in HELPERS that the cell's operations call. Neither Metal nor
-    metal/pointwise.metal has these functions."""
+    """Return the Metal source of the functions in HELPERS that the cell's operations call."""
     return "".join(text for op, text in HELPERS.items() if any(node.op == op for node in cell.graph.nodes))
 
 
@@ -138,7 +137,7 @@ preactivation."""
 
 
 def function_text(head: str, lines: list[str]) -> str:
-    """Return the Metal source of a static function. head: its name and parameters. lines: its statements."""
+    """Return the Metal source of a static function. head: its name and parameters."""
     return "static void " + head + " {\n" + "\n".join(lines) + "\n}\n"
 
 
@@ -193,15 +192,12 @@ def forward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
 
 
 def backward_text(cell: PointwiseCell, lanes: int, first: str = "") -> str:
-    """Return the source of the Metal function `backward`, which computes one step in reverse. lanes: how many lanes
-    share a unit. first: the declaration of an additional first parameter.
+    """Return the source of the Metal function `backward`, which computes one step in reverse; metal/cell.metal explains
+    its parameters. lanes: how many lanes share a unit. first: the declaration of an additional first parameter.
 
     In the code below `uniform` is {node: variable}, for the values that all lanes of a unit have: the inputs of the
     step, and the new states (n_in0, ...), which are read from the outputs instead of being computed again. The Metal
-    variables y0, y1, ... are registers with the saved values. The parameters of the Metal function are p (parameters),
-    u (inputs), y (saved values), before and after (the states before and after the step), ds (on entry the gradients of
-    the states after the step, on return of those before it), d, du and dp (on return the gradients of the
-    preactivations, of u and of p).
+    variables y0, y1, ... are registers with the saved values.
     """
     graph = cell.graph
     after, number = graph.known_after(), graph.number  # {node of a new state: number of the state}, {input: node}

@@ -5,11 +5,8 @@ The gradients take few launches here: one product per weight, for both direction
 `keep`, a peephole, a norm, or a GRU whose reset comes before the candidate's product. For these options the engines
 call `engines.ops.sweep.gradients_after_sweep`, which supports all options.
 
-- z [T, B, D G H]: the input's part of the preactivations
 - h_in [D, T, B, P]: the vectors that the recurrent product multiplies by Wh, of all steps
-- q [D, T, B, H]: the recurrent product of a GRU's candidate
 - dz [T, B, D G H]: the gradient of the preactivations. d_out: the gradient of the recurrent products, if it differs
-- m [D, T, B, H]: the vector that a projection multiplies, h = m Wp^T
 - ones [1, T B]: a product with it sums 16-bit rows in float32
 
 T: steps, B: batch items, D: directions, G: gates, H: units, P: the width of h.
@@ -30,12 +27,9 @@ THREADS = 256
 
 
 def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
-    """Return z, the input's part of the preactivations: x Wx^T + b or, without Wx, x + b. This takes one launch,
-    unless Wx is quantized.
-
-    launches: how many launches read z. A launch copies an array that is not contiguous. If several launches read z, it
-    is made contiguous here, so that it is copied only once.
-    """
+    """Return z [T, B, D G H], the input's part of the preactivations: x Wx^T + b or, without Wx, x + b. launches: how
+    many launches read z. If there are several, z is made contiguous here, because each would copy an array that is
+    not."""
     x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
     if Wx is not None and b is not None and (problem.packing is None or not is_packed("Wx", arrays)):
         return mx.addmm(b, x, Wx.T)
@@ -44,9 +38,8 @@ def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
 
 
 def is_plain(problem: Problem, names: Collection[str]) -> bool:
-    """Return whether `gradients_in_few_launches` can compute the gradients of this call, whose arrays have these names.
-    It does not support a mask, `keep`, a peephole, a norm, or a GRU whose reset comes before the candidate's
-    product."""
+    """Return whether `gradients_in_few_launches` can compute the gradients of this call, whose arrays have these
+    names."""
     rare = "mask" in names or "keep" in names or "peephole" in names
     return not rare and problem.cell.reset != "before" and problem.cell.norm is None
 
@@ -90,8 +83,7 @@ def input_launch(
     """Return the launch of the shader `recurrent_input`, and its input array `sizes`; metal/recurrent_input.metal
     describes both. names: which of the arrays h, h0, mask, lengths and x the launch has. masks_differ: whether each
     step has its own mask. sums: whether the shader also writes `ones`. width: the number of features of x, or 0 if the
-    launch does not copy x. Each thread computes one number of h_in; the P threads of an item divide the features of x
-    among themselves."""
+    launch does not copy x."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "x", "sizes")}
     outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}
@@ -106,9 +98,8 @@ def input_launch(
 
 
 def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
-    """Return q [D, T, B, H], the recurrent product of a GRU's candidate at all steps, computed as one product over all
-    T * B rows: h_in times the candidate's rows of Wh, plus the bias bhn, if the call has it. The gate r is not yet a
-    factor of q."""
+    """Return q [D, T, B, H], the recurrent product of a GRU's candidate at all steps: h_in times the candidate's rows
+    of Wh, plus the bias bhn, if the call has it. The gate r is not yet a factor of q."""
     D, T, B, H = h_in.shape
     Wh, bhn = arrays["Wh"].reshape(D, 3 * H, H), arrays.get("bhn")
     rows, Wh_n = h_in.reshape(D, T * B, H), mx.swapaxes(Wh[:, problem.cell.block("n", H)], 1, 2)
@@ -120,8 +111,7 @@ def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -
     """Return the gradients of all arrays, by name.
 
     sweep: the results of `recurrent_input` and of the backward steps, by name. These are h_in, dz, dh0 and dc0. Some
-    calls also have ones and x_in; d_out, if it differs from dz; and with a projection h = m Wp^T also dh [T, B, D P],
-    the gradient of h, and m.
+    calls also have ones and x_in; d_out; and with a projection h = m Wp^T also dh [T, B, D P] and m [D, T, B, H].
     """
     (D, T, B, P), H, ones = sweep["h_in"].shape, problem.H, sweep.get("ones")
     d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)  # the gradients of the recurrent products

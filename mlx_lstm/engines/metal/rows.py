@@ -49,9 +49,8 @@ def joined_beside(others: int) -> int:
 
 @lru_cache(64)
 def joins(T: int, left: int, most: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
-    """Plan the joins of a pass of T launches, each of which writes one row, so that at most `left` arrays remain.
-    Return (joins, sizes): for each launch the join that it makes, or None; and for each remaining array how many rows
-    it has. A join copies at most `most` arrays into one.
+    """Plan the joins of a pass of T launches, so that at most `left` arrays remain. Return (joins, sizes): for each
+    launch the join that it makes, or None; and for each remaining array how many rows it has.
 
     The level of an array is how often its rows have been copied, at most. To copy each row as seldom as possible, a
     launch joins only successive arrays of the same level. Near the end, if too many arrays would remain, it joins the
@@ -102,17 +101,12 @@ def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int, mos
 
 
 class Rows:
-    """The arrays that the T launches of a pass write. Each launch writes one row, the results of one step. Some
-    launches also copy several earlier arrays into one, so that at most `left` arrays remain after the last launch.
-
-    pieces: the current arrays, each with one or more rows, in the order of the launches. joins: an iterator that
-    yields, for each of the next launches, its join (the arrays that it copies into one) or None. steps: the number of
-    rows that each array has at the end.
-    """
+    """The arrays that the T launches of a pass write. pieces: the current arrays, in the order of the launches. joins:
+    an iterator that yields, for each of the next launches, its join or None. steps: the number of rows that each array
+    has at the end."""
 
     def __init__(self, T: int, left: int):
-        """Create the object without arrays and without a plan. T: the number of launches of the pass. left: how many
-        arrays may remain after the last launch."""
+        """Create the object without arrays and without a plan. left: how many arrays may remain at the end."""
         self.T: int = T
         self.left: int = left
         self.pieces: list[mx.array] = []
@@ -120,8 +114,8 @@ class Rows:
         self.steps: tuple[int, ...] = ()
 
     def plan(self, most: int) -> None:
-        """Plan which launch copies which arrays of rows into one larger array, so that at most `left` arrays remain
-        at the end. A launch copies at most `most` arrays. Later launches read the plan from `joins`."""
+        """Plan which launch joins which arrays of rows. A launch joins at most `most` arrays. Later launches read the
+        plan from `joins`."""
         plan, self.steps = joins(self.T, self.left, most)
         self.joins = iter(plan)
 

@@ -64,8 +64,7 @@ def literal(value: float) -> str:
 
 
 class Statements:
-    """Generates Metal statements for the lanes of one unit. lanes: how many lanes share the unit, 4 or 1. lines: the
-    statements generated so far."""
+    """Generates Metal statements for the lanes of one unit. lanes: 4 or 1. lines: the statements so far."""
 
     def __init__(self, graph: CellGraph, lanes: int, uniform: dict[int, str], bundles: list[tuple[str, list[int]]]):
         """Create a generator for the nodes of `graph`. uniform: {node whose value all lanes already have: name of the
@@ -93,8 +92,7 @@ class Statements:
         return n in self.uniform or self.graph.nodes[n].op == "const" or self.place(n) is not None
 
     def place(self, n: int) -> tuple[str, int] | None:
-        """Return where a bundle (a register with a different node in each lane) holds node n, as (the register's name,
-        the lane). Return None if no bundle holds node n."""
+        """Return where a bundle holds node n, as (the register's name, the lane), or None if no bundle holds it."""
         return next(((name, nodes.index(n)) for name, nodes in self.bundles if n in nodes), None)
 
     def everywhere(self, n: int) -> str:
@@ -180,8 +178,7 @@ class Statements:
         return self.merged[key]
 
     def merge_new(self, wanted: Sequence[int | None]) -> str:
-        """Return the name of a variable that has in each lane k the value of node wanted[k] (None: any value). If there
-        is no such variable, append statements that compute one. This is `merge` without its cache."""
+        """Return what `merge` returns, without its cache."""
         nodes, lanes = self.graph.nodes, [k for k, n in enumerate(wanted) if n is not None]
         of = {k: n for k, n in enumerate(wanted) if n is not None}
         for name, have in self.bundles:

@@ -6,7 +6,6 @@ the candidate's product. A launch of MLX cannot write to an existing array. So e
 row, which the next launch reads. At the end of a pass one more launch copies all rows into sequences in the order of
 time. Dtypes, laziness and quantized weights are as in the module `fused`. What the names in this file mean:
 
-- kernel, launch: compiled Metal code; one run of it
 - row: the array that a launch writes. It has first float32 numbers (c, or gradients in the backward pass), then blocks
   of H numbers in the dtype of the call. Its elements have the dtype `row_type`: float32, or uint16 in a call of 16
   bits, where a float32 number takes two elements. A row without float32 numbers, if no `Rows` collects it, may have the
@@ -18,8 +17,7 @@ time. Dtypes, laziness and quantized weights are as in the module `fused`. What 
   the new row
 - `before`: the input of a kernel with the row of the launch before. `after`: its output, the new row. `h_before`: with
   a projection, the input with h of the step before
-- `sizes`: an input with the sizes of a launch. `weights`: the matrix of a backward product
-- `layout`: for each kind of rows the number of rows in each array, the elements of a row, and H or P
+- `weights`: the matrix of a backward product
 - saved, cotangents: the outputs of the forward pass; the gradients that the caller gives for some of them
 - carry: the gradient of a state before a step, without the part that goes through the recurrent product
 - z: the input's part of the preactivations. q: the recurrent product of a GRU's candidate. m: the vector that a
@@ -28,9 +26,6 @@ time. Dtypes, laziness and quantized weights are as in the module `fused`. What 
 - lane: one of the 32 threads of a simdgroup, which run together
 
 T: steps, B: batch items, D: directions, H: units, P: the width of h, K: the terms of each sum of a product, G: gates.
-All functions `..._kernel` have the parameters that `each_step` passes: the problem, the dtype of the arrays, `present`,
-and has_rows: whether a `Rows` collects the rows of these launches. Only `dh_kernel` reads has_rows; in other functions
-the parameter is called _has_rows.
 """
 
 from collections.abc import Callable, Collection
@@ -58,7 +53,6 @@ from .kernel import (
     constant,
     contiguous,
     fields_of,
-    number_of_norm,
     numbers_of,
     prepare,
     struct_of,
@@ -80,39 +74,33 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     If only the backward pass reads the gates (`keeps_rows`), they are not copied into a sequence. Instead the result
     `ROWS` is returned: a list of the arrays with the rows of the pass, which contain the gates.
     """
-    T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
+    T, H, P, cell, projects = problem.T, problem.H, problem.P, problem.cell, "Wp" in arrays
     mask, z = whole_mask(problem, arrays) if cell.recurrent else None, project(problem, arrays)
-    # row: zeros that the first step gets in place of the row of a step before it. The entries before and reset_row only
-    # say that the kernels have these inputs; each launch gets other arrays for them.
-    row = no_row(row_type(z.dtype))
+    # row: zeros that the first step gets in place of the row of a step before it. The entries with `row` only say that
+    # the kernels have these inputs; each launch gets the rows of earlier launches for them.
+    row = no_row(problem)
     inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn", "inputs", "params"))
-    inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, width=H, terms=P), "before": row, "reset_row": row}
-    inputs["numbers"] = numbers_of(cell)
+    inputs |= dict.fromkeys(("before", "reset_row", "product", *(["h_before"] if projects else [])), row)
+    inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, width=H, terms=P), "numbers": numbers_of(cell)}
     if problem.packing is not None:
         inputs |= quantized_parts(arrays, z.dtype)
-    rows, projected = rows_of(problem, Wp is not None)
     if cell.norm is not None:
-        normed_steps(problem, arrays, inputs, row, rows, projected)
-    elif resets_before(problem):
-        reset = each_step(gru_reset_kernel, problem, inputs)
-        candidate = each_step(gru_candidate_kernel, problem, inputs, rows)
-        for n in range(T):
-            row = candidate(n, row, reset(n, row))
-    elif Wp is None:
-        step = each_step(forward_kernel, problem, inputs, rows)
-        for n in range(T):
-            row = step(n, row)
-    else:
-        step, h = each_step(forward_kernel, problem, inputs | {"h_before": row}, rows), row
-        project_row = each_step(
-            project_kernel, problem, inputs | {"sizes": sizes(problem, mask, width=P, terms=H)}, projected
-        )
-        for n in range(T):
-            row = step(n, row, h)
-            h = project_row(n, row)
+        inputs |= norms.inputs_of(problem, arrays)
+    rows, projected = rows_of(problem, projects)
+    project_row = None
+    if projects:
+        of_h = {"sizes": sizes(problem, mask, width=P, terms=H)}
+        project_row = each_step(project_kernel, problem, inputs | of_h, projected)
+    first, second = forward_kernels(cell)
+    begin = each_step(first, problem, inputs) if first else None
+    step, h = each_step(second, problem, inputs, rows), row
+    for n in range(T):
+        before = (row, h) if projects else (row,)
+        row = step(n, *before) if begin is None else step(n, row, begin(n, *before))
+        h = project_row(n, row) if project_row else h
     # After the steps one launch copies the outputs from the rows into sequences. The rows are those of the cells and,
     # with a projection, those of h.
-    kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
+    kinds = [(rows, H), (projected, P)] if projects else [(rows, H)]
     keeps = keeps_rows(problem, arrays)
     with_gates = (problem.training or problem.return_gates) and not keeps and cell.kept > 0
     names = frozenset(name for name in cell.outputs if name != "gates" or with_gates)
@@ -122,28 +110,14 @@ def forward(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     return results | {ROWS: rows.pieces} if keeps else results
 
 
-def normed_steps(problem: Problem, arrays: Arrays, inputs: Inputs, row: mx.array, rows: Rows, projected: Rows) -> None:
-    """Launch the forward steps of a cell with a norm, and collect their rows in `rows`. Each step has two launches: the
-    first computes the products of all units, the second their norm and the cell. With a projection a third launch
-    computes h; `projected` collects its rows. inputs: the arrays that the kernels read, apart from those of the norms.
-    row: zeros that the first step gets in place of the row of a step before it."""
-    T, H, P, mask, h = problem.T, problem.H, problem.P, inputs["mask"], row
-    # The entries before, h_before and product only say that the kernels have these inputs; each launch gets other
-    # arrays for them.
-    inputs = inputs | norms.inputs_of(problem, arrays)
-    before = {"before": row} if "Wp" not in arrays else {"before": row, "h_before": row}
-    product = each_step(norm_product_kernel, problem, inputs | before)
-    step = each_step(norm_forward_kernel, problem, inputs | {"product": row}, rows)
-    if "Wp" not in arrays:
-        for n in range(T):
-            row = step(n, row, product(n, row))
-        return
-    project_row = each_step(
-        project_kernel, problem, inputs | {"sizes": sizes(problem, mask, width=P, terms=H)}, projected
-    )
-    for n in range(T):
-        row = step(n, row, product(n, row, h))
-        h = project_row(n, row)
+def forward_kernels(cell: AnyCell) -> tuple["KernelMaker | None", "KernelMaker"]:
+    """Return the functions that build the kernels of a forward step: the kernel that writes the row of the step, and
+    before it the kernel that writes a row for this kernel, or None. A cell with a norm needs the first kernel because a
+    norm needs the products of all units; a GRU that resets before the product, because this product needs the gate r of
+    all units."""
+    if cell.norm is not None:
+        return norm_product_kernel, norm_forward_kernel
+    return (gru_reset_kernel, gru_candidate_kernel) if cell.reset == "before" else (None, forward_kernel)
 
 
 def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Arrays:
@@ -152,48 +126,40 @@ def backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents
     saved: the outputs of the forward pass. cotangents: the gradients of some outputs. If the gates were not saved, or
     if their rows were already used (see `taken_rows`), the forward pass runs again to compute them.
 
-    First the launches of the steps compute the gradients of the states and preactivations (`sweep_backward`, with a
-    norm `normed_backward`). Then MLX computes the gradients of the weights: in few products if `is_plain` allows it,
-    else in `gradients_after_sweep`. operand: a dict with h_in, the vectors that were multiplied by Wh at all steps.
-    product: whether the steps read q, the recurrent product of a GRU's candidate, which is computed from h_in. wants_m:
-    whether the steps also return m, from which the gradient of Wp is computed.
+    First the launches of the steps compute the gradients of the states and preactivations (`sweep_backward`). Then MLX
+    computes the gradients of the weights: in few products if `is_plain` allows it, else in `gradients_after_sweep`.
+    operand: a dict with h_in, the vectors that were multiplied by Wh at all steps. numbers: the arrays that MLX
+    computes from them before the steps: the normalised numbers, and q, the recurrent product of a GRU's candidate.
     """
     cell = problem.cell
     if saved.get("gates") is None and cell.reads_kept and not saved.get(ROWS):
         saved = forward(problem._replace(training=True), arrays)
     mask = whole_mask(problem, arrays) if cell.recurrent else None
-    if isinstance(cell, PointwiseCell) and cell.norm is None:
-        results = sweep_backward(problem, arrays, saved, cotangents, mask, q=None, wants_m=False)
-        return own_gradients(problem, arrays, {name: saved[name] for name in saved if name != ROWS}, results)
-    few, product = is_plain(problem, arrays), takes_product(cell)
+    few = is_plain(problem, arrays) and not isinstance(cell, PointwiseCell)
     operand: Arrays = {}
-    if few or product or norms.of_product(cell):
+    if few or takes_product(cell) or norms.of_product(cell):
         operand = recurrent_input(problem, arrays, saved["h"], mask)
+    numbers: Arrays = {}
+    inputs = backward_inputs(problem, arrays, saved, cotangents) | {"mask": mask}
     if cell.norm is not None:
-        results = normed_backward(problem, arrays, saved, cotangents, mask, operand.get("h_in"))
-        if isinstance(cell, PointwiseCell):
-            return own_gradients(problem, arrays, saved, results)
-        return gradients_after_sweep(problem, arrays, saved, results)
-    q = candidates(problem, arrays, operand["h_in"]) if product else None
-    results = sweep_backward(problem, arrays, saved, cotangents, mask, q, wants_m=few and "Wp" in arrays)
+        numbers = norms.numbers_before_sweep(problem, arrays, saved, operand.get("h_in"))
+        inputs |= norms.inputs_of(problem, arrays)
+        inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
+    elif takes_product(cell):
+        numbers = {"q": candidates(problem, arrays, operand["h_in"])}
+    inputs["q"] = numbers.get("q")
+    results = sweep_backward(problem, arrays, saved, inputs, wants_m=few and "Wp" in arrays)
     if few:
         return gradients_in_few_launches(problem, arrays, results | operand)
+    results = norms.for_gradients(problem, results, numbers, saved.get("gates"))
     outputs = {name: saved[name] for name in saved if name != ROWS}
-    return gradients_after_sweep(problem, arrays, outputs, results)
+    after = own_gradients if isinstance(cell, PointwiseCell) else gradients_after_sweep
+    return after(problem, arrays, outputs, results)
 
 
-def sweep_backward(
-    problem: Problem,
-    arrays: Arrays,
-    saved: dict[str, Any],
-    cotangents: Arrays,
-    mask: mx.array | None,
-    q: mx.array | None,
-    *,
-    wants_m: bool,
-) -> Arrays:
-    """Run the backward steps of a cell without norms. Return the results by name. The letters C, M, U and V count
-    numbers per unit: states besides h, stored gradients of preactivations, and in a user's cell inputs and parameters.
+def sweep_backward(problem: Problem, arrays: Arrays, saved: dict[str, Any], inputs: Inputs, *, wants_m: bool) -> Arrays:
+    """Run the backward steps. Return the results by name. The letters C, M, U and V count numbers per unit: states
+    besides h, stored gradients of preactivations, and in a user's cell inputs and parameters.
 
     - dz [T, B, D M H]: the gradients of the preactivations
     - du [T, B, D U H]: the gradients of the inputs
@@ -204,125 +170,85 @@ def sweep_backward(
       in a cell that reads h only in this product
     - dh [T, B, D P], with a projection: the gradient of h
     - m [D, T, B, H], with a projection and if `wants_m`: the vector that the projection multiplies with Wp
-    - d_out [T, B, D 3H], for a GRU whose reset comes after the product: the gradient of the recurrent product
+    - d_out [T, B, D 3H], for a GRU without a norm whose reset comes after the product: the gradient of the recurrent
+      product
+    - d_product [T, B, D G H], with a norm of the products: their gradient. d_norm_c [T, B, D H], with a norm of c: the
+      gradient of its result
 
-    saved: the outputs of the forward pass. cotangents: the gradients that the caller gives for some outputs. mask: the
-    factor on h in the recurrent product, which includes `keep`, or None. q: the recurrent product of a GRU's candidate
-    at all steps, or None.
+    saved: the outputs of the forward pass. inputs: the arrays that the launches read, without weights and rows.
     """
-    T, B, H, P = problem[:4]
-    D, cell = problem.directions, problem.cell
-    resets_first, projects = resets_before(problem), "Wp" in arrays
+    (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, "Wp" in arrays
     # K: the number of terms in each sum of the product dz Wh. In a GRU whose reset comes before the product, the
     # candidate has a separate product, so only two gates are counted.
-    row, K = no_row(row_type(saved["h"].dtype)), (2 if resets_first else cell.gates) * H
-    inputs = backward_inputs(problem, arrays, saved, cotangents) | {"mask": mask, "q": q, "before": row}
-    # If the gates were not copied into a sequence, each step reads them from a row of the forward pass. The entries
-    # rows and row only say that the kernel has these inputs; each launch gets other arrays for them.
+    row, mask = no_row(problem), inputs["mask"]
+    K, Wh = (2 if cell.reset == "before" else cell.gates) * H, arrays["Wh"] if cell.recurrent else None
+    if Wh is not None and cell.reset == "before":
+        Wh = mx.concatenate([Wh[..., cell.block(gate, H), :] for gate in "rz"], axis=-2)
+    # If the gates were not copied into a sequence, each step reads them from a row of the forward pass.
     forward_rows = taken_rows(problem, saved)
+    # Entries with `row`, and the entry `row`, only say that the kernels have these inputs; each launch gets others.
+    inputs = inputs | {"before": row, "weights": None if Wh is None else transposed(Wh)}
     inputs |= {"rows": row, "row": step_number(0)} if forward_rows else {}
-    inputs |= {
-        "weights": transposed(arrays["Wh"]) if cell.recurrent else None,
-        "sizes": sizes(problem, mask, width=H, terms=K),
-    }
+    inputs |= {"dh_now": row} if projects or cell.norm is not None else {}
     # The kernel that computes dh has P columns, the kernel of the cell H columns.
     of_dh = inputs | {"sizes": sizes(problem, mask, width=P, terms=K)}
-    if cell.stops_c:
-        inputs["numbers"] = numbers_of(cell)
+    inputs |= {"sizes": sizes(problem, mask, width=H, terms=K), "numbers": numbers_of(cell) if cell.stops_c else None}
     rows, dh_rows = rows_of(problem, projects)
-    if resets_first:
-        gates = {gate: arrays["Wh"][..., cell.block(gate, H), :] for gate in "rzn"}
-        inputs["weights"] = of_dh["weights"] = transposed(mx.concatenate([gates["r"], gates["z"]], axis=-2))
-        of_reset = inputs | {
-            "weights": transposed(gates["n"]),
-            "sizes": sizes(problem, mask, width=H, terms=H),
-            "now_row": row,
-        }
-        step = each_step(backward_kernel, problem, inputs)
-        reset = each_step(gru_reset_backward_kernel, problem, of_reset, rows)
-        for n in reversed(range(T)):
-            row = reset(n, step(n, row))
-    elif projects:
-        # Here the product in the kernel of the cell is dm = dh Wp. dh already includes the mask and the cotangents of
-        # h.
-        of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, width=H, terms=P), "dh_now": row}
-        of_m |= dict.fromkeys(("mask", "dh", "dhT"))
-        dh = each_step(dh_kernel, problem, of_dh | {"unclipped": unclipped(problem, arrays, saved)}, dh_rows)
-        step = each_step(backward_kernel, problem, inputs | of_m, rows)
-        for n in reversed(range(T)):
-            row = step(n, row, dh(n, row))
-    else:
-        step = each_step(backward_kernel, problem, inputs, rows)
-        for n in reversed(range(T)):
-            row = step(n, row, *(forward_rows.pop() if forward_rows else ()))
-    wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": "keep" in inputs}
-    wanted |= {"du": cell.inputs > 0, "dw": cell.summed > 0}
+    step = backward_step(problem, arrays, inputs, rows)
+    dh = None
+    if projects or cell.norm is not None:
+        unchanged = unclipped(problem, arrays, saved) if projects else None
+        dh = each_step(dh_kernel, problem, of_dh | {"unclipped": unchanged}, dh_rows if projects else None)
+    for n in reversed(range(T)):
+        row = step(n, row, dh(n, row)) if dh else step(n, row, *(forward_rows.pop() if forward_rows else ()))
+    wanted = {"dc0": "c0" in arrays, "m": wants_m, "carry": "keep" in inputs, "du": cell.inputs > 0}
+    wanted |= {"d_out": takes_product(cell) and cell.norm is None, "dw": cell.summed > 0}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     results = after_sweep(gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
         # dh0 is the dh of step -1, before the first step. The row may be padded, so it is cut to B D P numbers.
-        last = each_step(dh_kernel, problem, of_dh | {"dh": None})
+        last = each_step(dh0_kernel, problem, of_dh | {"dh": None})
         results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
     return results
 
 
-def normed_backward(
-    problem: Problem,
-    arrays: Arrays,
-    saved: dict[str, Any],
-    cotangents: Arrays,
-    mask: mx.array | None,
-    h_in: mx.array | None,
-) -> Arrays:
-    """Run the backward steps of a cell with a norm. Each step has two launches: the first computes dh, the gradient of
-    h, the second the gradients in the cell and the norms. With a projection a launch between them computes dm = dh Wp.
-    Return the results under the names that `gradients_after_sweep` takes or, for a cell written by the user,
-    `pointwise.gradients_after`.
+def backward_step(problem: Problem, arrays: Arrays, inputs: Inputs, rows: Rows) -> Callable[..., mx.array]:
+    """Return a function that launches a backward step: called with the step's number, the row of the launch before and
+    the other rows that its first kernel reads, it returns the step's row. inputs: the arrays that the kernels read,
+    with the weights and sizes for the product dz Wh. rows: the object that collects the rows of the steps.
 
-    saved: the outputs of the forward pass. cotangents: the gradients that the caller gives for some outputs. mask: the
-    factor on h in the recurrent product, or None. h_in: the vectors that this product multiplied by Wh at all steps;
-    `norms.numbers_before_sweep` computes the normalised numbers from them.
-    """
-    T, B, H, P = problem[:4]
-    D, cell, projects = problem.directions, problem.cell, "Wp" in arrays
-    row, K = no_row(row_type(arrays["Wh"].dtype)), cell.gates * H
-    numbers = norms.numbers_before_sweep(problem, arrays, saved, h_in)
-    inputs = backward_inputs(problem, arrays, saved, cotangents) | norms.inputs_of(problem, arrays)
-    inputs |= {"mask": mask, "before": row, "q": numbers.get("q")}
-    inputs |= {name: contiguous(array) for name, array in norms.joined(problem, arrays, numbers).items()}
-    inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, width=P, terms=K)}
-    # The kernel that computes dh has P columns, the kernel of the cell H columns. The entry dh_now only says that the
-    # kernel of the cell has this input; each launch gets the row with dh (or dm) for it. numbers: contains the limit of
-    # c, which the kernel needs if the clip of c stops gradients.
-    of_cell = inputs | {"sizes": sizes(problem, mask, width=H, terms=K), "dh_now": row}
-    if cell.stops_c:
-        of_cell["numbers"] = numbers_of(cell)
-    rows, dh_rows = rows_of(problem, projects)
-    unchanged = unclipped(problem, arrays, saved) if projects else None
-    dh = each_step(norm_dh_kernel, problem, inputs | {"unclipped": unchanged}, dh_rows if projects else None)
-    of_step = norm_own_backward_kernel if isinstance(cell, PointwiseCell) else norm_backward_kernel
-    step = each_step(of_step, problem, of_cell, rows)
-    if projects:
-        of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, width=H, terms=P)}
-        dm = each_step(norm_dm_kernel, problem, of_cell | of_m)
-    for n in reversed(range(T)):
-        now = dh(n, row)
-        row = step(n, row, dm(n, now) if projects else now)
-    wanted = {"dc0": "c0" in arrays, "carry": "keep" in inputs, "du": cell.inputs > 0, "dw": cell.summed > 0}
-    kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
-    results = after_sweep(norm_gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
-    if "h0" in arrays:
-        # dh0 is the dh of step -1, before the first step. The row may be padded, so it is cut to B D P numbers.
-        last = each_step(norm_dh0_kernel, problem, inputs | {"dh": None})
-        results["dh0"] = last(-1, row)[: B * D * P].reshape(B, D * P)
-    return norms.for_gradients(problem, results, numbers, saved.get("gates"))
+    A GRU whose reset comes before the product needs a second launch, for the candidate's product. With a projection the
+    product of the step is dm = dh Wp, and dh already includes the mask and the cotangents of h. With a norm and a
+    projection a launch before computes dm."""
+    cell, mask, H = problem.cell, inputs["mask"], problem.H
+    of_m: Inputs = {}
+    if "Wp" in arrays:
+        of_m = {"Wp": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, width=H, terms=problem.P)}
+    if cell.norm is not None:
+        step = each_step(norm_backward_kernel, problem, inputs, rows)
+        if not of_m:
+            return step
+        dm = each_step(norm_dm_kernel, problem, of_m | {"step": inputs["step"], "before": inputs["before"]})
+        return lambda n, row, dh: step(n, row, dm(n, dh))
+    if cell.reset == "before":
+        of_n = transposed(arrays["Wh"][..., cell.block("n", H), :])
+        of_reset = inputs | {
+            "weights": of_n,
+            "sizes": sizes(problem, mask, width=H, terms=H),
+            "now_row": inputs["before"],
+        }
+        step = each_step(backward_kernel, problem, inputs)
+        reset = each_step(gru_reset_backward_kernel, problem, of_reset, rows)
+        return lambda n, row: reset(n, step(n, row))
+    if of_m:
+        inputs = inputs | {"weights": of_m["Wp"], "sizes": of_m["sizes"]} | dict.fromkeys(("mask", "dh", "dhT"))
+    return each_step(backward_kernel, problem, inputs, rows)
 
 
 def backward_inputs(problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Inputs:
     """Return the arrays that the launches of backward steps read, apart from the mask, the weights, and the arrays of
-    norms. They are arrays of the call, outputs of the forward pass (`saved`) and cotangents. A cotangent has the name
-    of its output with a d before it. None means that the cell has no such array, or that its backward steps do not read
-    it."""
+    norms. A cotangent has the name of its output with a d before it. None means that the cell has no such array, or
+    that its backward steps do not read it."""
     cell = problem.cell
     inputs = options(problem, arrays, ("peephole", "inputs", "params"))
     inputs |= {name: contiguous(saved.get(name)) for name in (("h", "c") if cell.reads_h else ("c",))}
@@ -356,9 +282,8 @@ the backward pass can read the gates from them."""
 
 
 def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
-    """Return whether the backward pass reads the gates from the rows of the forward pass (the arrays that its launches
-    wrote), so that the forward pass need not copy them into a sequence. names: the names of the arrays that the call
-    has.
+    """Return whether the backward pass reads the gates from the rows of the forward pass, so that the forward pass need
+    not copy them into a sequence. names: the names of the arrays that the call has.
 
     This is so for an LSTM and for cells written by the user, without a projection and without a norm, if the caller
     does not ask for the gates. Other backward passes cannot read rows: a step of a GRU needs the gates of two steps,
@@ -370,9 +295,9 @@ def keeps_rows(problem: Problem, names: Collection[str]) -> bool:
 
 
 def taken_rows(problem: Problem, saved: dict[str, Any]) -> list[tuple[mx.array, mx.array]]:
-    """Return the rows of the forward pass (the results of its steps, as its launches wrote them), as inputs for the
-    launches of the backward steps: for each step a pair (the array that contains the step's row, the index of the row
-    in this array). Return an empty list if the forward pass returned no rows.
+    """Return the rows of the forward pass as inputs for the launches of the backward steps: for each step a pair (the
+    array that contains the step's row, the index of the row in this array). Return an empty list if the forward pass
+    returned no rows.
 
     The list of arrays in `saved` becomes empty. So only the returned list refers to these arrays, and an array is freed
     as soon as the caller has removed its last row from the returned list. piece: an array of one or more rows of
@@ -400,16 +325,15 @@ def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
 
 
 def rows_of(problem: Problem, projects: bool) -> tuple[Rows, Rows]:
-    """Return two empty `Rows` objects, which collect the arrays that the launches of a pass write (the rows): one for
-    the rows of the cells, one for the rows of the projection. projects: whether the call has a projection. The launch
-    after all steps can read `rows_left` arrays of rows; with a projection each kind of rows gets half of them."""
+    """Return two empty `Rows` objects: one for the rows of the cells, one for the rows of the projection. projects:
+    whether the call has a projection. The launch after all steps can read `rows_left` arrays of rows; with a projection
+    each kind of rows gets half of them."""
     left = problem.limits.rows_left // 2 if projects else problem.limits.rows_left
     return Rows(problem.T, left), Rows(problem.T, left)
 
 
 def quantized_parts(arrays: Arrays, dtype: mx.Dtype) -> Inputs:
-    """Return the scales and biases of the quantized weights Wh and Wp, under the names that the kernels have for
-    them."""
+    """Return the scales and biases of the quantized weights Wh and Wp, as inputs of kernels."""
     parts: Inputs = {}
     for name in ("Wh", "Wp"):
         if is_packed(name, arrays):
@@ -426,11 +350,10 @@ def sizes(problem: Problem, mask: mx.array | None, *, width: int, terms: int) ->
     return constant((problem.T, problem.B, width, terms, problem.directions, problem.reverse, differ), mx.int32)
 
 
-def no_row(dtype: mx.Dtype) -> mx.array:
-    """Return an array that the launch of the first step gets in place of the row of the launch before, because each
-    launch must get this input. The kernels do not read its 8 zeros. With fewer elements MLX would bind it in another
-    address space than a row."""
-    return constant((0,) * 8, dtype)
+def no_row(problem: Problem) -> mx.array:
+    """Return an array that the launch of the first step gets in place of the row of the launch before. The kernels do
+    not read its 8 zeros. With fewer elements MLX would bind it in another address space than a row."""
+    return constant((0,) * 8, row_type(problem))
 
 
 def in_device_memory(array: mx.array | None) -> mx.array | None:
@@ -440,8 +363,7 @@ def in_device_memory(array: mx.array | None) -> mx.array | None:
 
 
 def transposed(weights: mx.array) -> mx.array | None:
-    """Return the transpose [.., m, n] of matrices [.., n, m], contiguous and in the address space `device`, as kernels
-    need it."""
+    """Return the transpose [.., m, n] of matrices [.., n, m], contiguous and in the address space `device`."""
     return in_device_memory(contiguous(mx.swapaxes(weights, -1, -2)))
 
 
@@ -535,36 +457,26 @@ def index_bits(problem: Problem) -> int:
     return 32 if largest < problem.limits.index else 64
 
 
-def index_type(problem: Problem) -> str:
-    """Return the name of the Metal type that kernels use for array indices."""
-    return "int" if index_bits(problem) == 32 else "long"
+def source_of(problem: Problem, name: str, files: tuple[str, ...], body: str, own: str = "") -> Source:
+    """Return the source of a kernel from its parts, which the class `Source` describes. If array indices have 64 bits,
+    the name gets a suffix: MLX caches compiled code by the name, so another source needs another name."""
+    wide = index_bits(problem) == 64
+    return Source(f"{name}__64" if wide else name, files, body, "long" if wide else "int", own)
 
 
-def named(name: str, problem: Problem) -> str:
-    """Return the kernel's name, with a suffix if its array indices have 64 bits. MLX caches compiled code by the name,
-    so a different source needs a different name."""
-    return name if index_bits(problem) == 32 else f"{name}__64"
+def row_type(problem: Problem) -> mx.Dtype:
+    """Return the dtype of the elements of a row, the array that a launch writes. A row has both float32 numbers and
+    numbers in the dtype of the call. If that has 16 bits, the elements of the row are uint16, and a float32 number
+    takes two of them."""
+    return mx.float32 if problem.dtype == mx.float32 else mx.uint16
 
 
-def row_type(dtype: mx.Dtype) -> mx.Dtype:
-    """Return the dtype of the elements of a row, the array that a launch writes. dtype: the dtype of the call's arrays.
-    A row has both float32 numbers and numbers in `dtype`. If `dtype` has 16 bits, the elements of the row are uint16,
-    and a float32 number takes two of them."""
-    return mx.float32 if dtype == mx.float32 else mx.uint16
-
-
-def row_length(problem: Problem, width: int, blocks: int, floats: int, dtype: mx.Dtype) -> int:
-    """Return the number of elements of a row, the array that a launch writes. A row contains `blocks` arrays [B, D
-    width] in the dtype of the call, and `floats` arrays of the same shape in float32, such as c or the gradient of c.
-    The number is at least 8, because MLX binds smaller arrays in another address space."""
-    words = floats * (4 // dtype.size)
+def row_length(problem: Problem, width: int, blocks: int, floats: int) -> int:
+    """Return the number of elements of a row with `blocks` arrays [B, D width] in the dtype of the call, and `floats`
+    arrays of the same shape in float32, such as c or the gradient of c. The number is at least 8, because MLX binds
+    smaller arrays in another address space."""
+    words = floats * (4 // problem.dtype.size)
     return max(8, problem.B * problem.directions * width * (blocks + words))
-
-
-def resets_before(problem: Problem) -> bool:
-    """Return whether the cell is a GRU whose reset comes before the candidate's product. Each of its steps needs an
-    additional launch, because this product needs the gate r of all units."""
-    return problem.cell.reset == "before"
 
 
 # --- The launches of a step ---
@@ -572,13 +484,12 @@ def resets_before(problem: Problem) -> bool:
 
 class StepShader(NamedTuple):
     """A shader for one step, from which a `StepKernel` is built. name: the name of the function in metal/. fields: the
-    names of all arrays that it can read, separated by spaces, in the order in which a launch gets them. saves: whether
-    the row that it writes includes the gates, or None if the shader has no such choice. cell: whether the cell's struct
-    is a template argument of the shader."""
+    names of all arrays that it can read, separated by spaces, in the order in which a launch gets them. template: the
+    template arguments that only this shader has. cell: whether the cell's struct is a template argument, too."""
 
     name: str
     fields: str
-    saves: bool | None = None
+    template: Template
     cell: bool = True
 
 
@@ -588,23 +499,23 @@ class StepKernel:
 
     present: the names of the arrays that the call has. step: the shader. tile: how many rows and columns of the product
     a threadgroup computes. units: a pair of numbers of units or columns, (all, those of one threadgroup); their
-    quotient, rounded up, is the number of threadgroups. output: the number of elements and the dtype of the row that a
-    launch writes.
+    quotient, rounded up, is the number of threadgroups. length: the number of elements of the row that a launch writes.
+    written: their dtype, or None for `row_type`.
     """
 
     def __init__(
         self,
         problem: Problem,
-        dtype: mx.Dtype,
         present: Collection[str],
         step: StepShader,
         *,
         tile: tuple[int, int],
         units: tuple[int, int],
-        output: tuple[int, mx.Dtype],
+        length: int,
+        written: mx.Dtype | None = None,
     ):
         """Build the source of the kernel and its first launch. The class's docstring describes the parameters."""
-        shader, fields, saves, cell = step
+        shader, fields, template, cell = step
         rows, columns = tile
         self.problem: Problem = problem
         # own: the generated source of a user's cell; "" for a built-in cell. Kernels with different sources need
@@ -612,7 +523,7 @@ class StepKernel:
         own = struct_text(problem.cell) + norm_text(problem.cell) if isinstance(problem.cell, PointwiseCell) else ""
         self.own: str = own
         self.name: str = shader if "gru" in shader else f"{name_of(own) if own else problem.cell.op}_{shader}"
-        self.output: tuple[int, mx.Dtype] = output
+        self.output: tuple[int, mx.Dtype] = length, written or row_type(problem)
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
@@ -629,14 +540,13 @@ class StepKernel:
             product = "NoProduct"
         product += "<ROWS, COLUMNS>" if lanes else "<ROWS, COLUMNS, SLICES>"
         arguments = (["Own" if own else STRUCTS[problem.cell.op]] if cell else []) + [product]
-        arguments += ["S"] if saves is None else ["SAVES", "S"]
-        self.template: Template = {"ROWS": rows, "COLUMNS": columns, "S": dtype, "X": row_type(dtype)}
+        arguments += [*template, "S"]
+        self.template: Template = {"ROWS": rows, "COLUMNS": columns, "S": problem.dtype, "X": row_type(problem)}
         if not lanes:
             self.template["SLICES"] = slices
         if cell and not own:
             self.template["OPTIONS"] = cell_number(problem.cell, "peephole" in self.names)
-        if saves is not None:
-            self.template["SAVES"] = saves
+        self.template |= template
         if quantized and problem.packing:
             self.template |= {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
         self.files: tuple[str, ...] = (*cell_files(problem), "quantized", "stepwise")
@@ -653,39 +563,31 @@ class StepKernel:
         # launch that copies binds 4 arrays besides its inputs and the copied arrays: `after`, `joined`, `starts` and
         # `first`.
         self.most: int = joined_beside(len(self.names) + 4)
-        self.joins: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
+        self.joining: Callable[[tuple[int, ...]], tuple[Launch, list[mx.array]]] = cache(self.prepare_join)
 
     def prepare(
         self, name: str, body: str, joined: int = 0, more_groups: int = 0, pieces: tuple[str, ...] = ()
     ) -> Launch:
-        """Return a launch of the shader. name: the kernel's name. body: the statements of its source. Some launches
-        also copy arrays of earlier rows into one new array. For these, pieces are the names of the inputs with these
-        rows, joined is the number of elements of the new array, and more_groups is the number of additional
-        threadgroups that copy. The defaults are for a launch that copies nothing."""
+        """Return a launch of the shader. body: the statements of its source. For a launch that also copies arrays of
+        earlier rows into one new array, pieces are the names of the inputs with these rows, joined is the number of
+        elements of the new array, and more_groups is the number of additional threadgroups that copy."""
         outputs: Outputs = {"after": ((self.output[0],), self.output[1])}
         if joined:
             outputs["joined"] = (joined,), self.output[1]
         inputs = self.inputs | dict.fromkeys(pieces, True)  # True: the launch has all of these inputs
         groups = self.groups[0] + more_groups, *self.groups[1:]
-        index, name = index_type(self.problem), named(name, self.problem)
-        source = Source(name, self.files, body, index, self.own)
+        source = source_of(self.problem, name, self.files, body, self.own)
         return prepare(source, self.template, inputs, outputs, groups, self.threads)
 
-    def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
+    def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
         """Return a launch of the step that also copies several arrays of rows into one array, and two small arrays that
         this launch reads: where each copied array begins in the new array, and which threadgroups copy. steps: for each
-        array to be copied, how many rows it contains. The launch is built only once for each `steps`."""
-        if steps not in self.joins:
-            self.joins[steps] = self.prepare_join(steps)
-        return self.joins[steps]
+        array to be copied, how many rows it contains. `joining` is this function with a cache.
 
-    def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Build a launch of the step that also copies arrays of rows into one; `joining` describes the result. more:
-        how many threadgroups copy, from 1 to 64. first: the number of the first threadgroup that copies, the threads of
-        a threadgroup, and the number of all threads that copy. The kernel always has `self.most` inputs for arrays to
-        copy, so that one kernel serves for all numbers of copied arrays. In its body the threadgroups of the step call
-        the step's shader (`self.call`), and the `more` threadgroups after them copy. X: the type of a row's
-        elements."""
+        The kernel always has `self.most` inputs for arrays to copy, so that one kernel serves for all numbers of copied
+        arrays. In its body the threadgroups of the step call the step's shader (`self.call`), and the `more`
+        threadgroups after them copy. first: the number of the first of these threadgroups, the threads of a
+        threadgroup, and the number of all threads that copy."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))  # threadgroups that copy: 8 elements per thread
         pieces = tuple(f"p{n}" for n in range(self.most))
@@ -712,16 +614,13 @@ SHADERS = {
     "stepwise_backward": ("stepwise_backward",),
     "stepwise_gru_reset_backward": ("stepwise_backward", "stepwise_gru"),
     "stepwise_dh": ("stepwise_backward",),
-    **{f"stepwise_norm_{name}": STEP_NORM_FILES for name in ("product", "forward", "dh", "dm", "backward", "dh0")},
-    "stepwise_norm_own_backward": (*STEP_NORM_FILES, "stepwise_norm_own"),
+    **{f"stepwise_norm_{name}": STEP_NORM_FILES for name in ("product", "forward", "dh", "backward", "dh0")},
 }
 """{name of a shader of a step: the files in metal/ that it needs, besides the files that all of these shaders need}."""
 
 
 def cell_files(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the shader files with which the source of a kernel begins: helpers for arrays, what all cells
-    share, and the file of the problem's cell. For a cell written by the user it is the file that its generated struct
-    needs."""
+    """Return the names of the shader files with which the source of a kernel begins."""
     return "arrays", "cell", "pointwise" if problem.cell.op == "pointwise" else f"cell_{problem.cell.op}"
 
 
@@ -737,9 +636,8 @@ They are the first fields of each shader."""
 
 class StepLaunch:
     """A callable that launches one kernel at each step of a pass. inputs: the arrays that the kernel reads, by name;
-    each call gets new arrays for those named in CHANGING. rows: a `Rows` object that collects the arrays that the
-    launches write (the rows), or None. It also plans at which steps a launch copies several earlier arrays into one (a
-    join)."""
+    each call gets new arrays for those named in CHANGING. rows: a `Rows` object that collects the rows and plans at
+    which steps a launch copies several earlier arrays into one (a join), or None."""
 
     def __init__(self, kernel: StepKernel, inputs: Arrays, rows: Rows | None = None):
         """Prepare the launches of a pass. fixed: the inputs that all steps share, in the order of the kernel's fields.
@@ -787,139 +685,145 @@ def without_absent(inputs: Inputs) -> Arrays:
     return {name: array for name, array in inputs.items() if array is not None}
 
 
-KernelMaker = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
-"""The type of the functions `..._kernel` below. Their arguments are the problem, the dtype of the arrays, the names of
-the arrays that the call has, and whether a `Rows` collects the rows of the launches."""
+KernelMaker = Callable[[Problem, tuple[str, ...]], StepKernel]
+"""The type of the functions `..._kernel` below. Their arguments are the problem and the names of the call's arrays."""
 
 
 def each_step(make: KernelMaker, problem: Problem, inputs: Inputs, rows: Rows | None = None) -> StepLaunch:
     """Return a callable that launches one kernel at each step: called with the step's number and the rows that the step
-    reads, it returns the row that the step writes. make: a function that builds the kernel for these inputs. rows: a
-    `Rows` object that collects the arrays that the launches write (the rows), if the launch after all steps needs
-    them."""
+    reads, it returns the row that the step writes. make: a function that builds the kernel for these inputs. rows: the
+    object that collects the written rows, if the launch after all steps needs them."""
     present = without_absent(inputs)
-    return StepLaunch(make(problem, problem.dtype, tuple(present), rows is not None), present, rows)
+    return StepLaunch(make(problem, tuple(present)), present, rows)
 
 
 @cached
-def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel of a forward step. It writes a new array (a row) with c, h and, if the backward pass or the
-    caller needs them, the gates. metal/stepwise_forward.metal describes its inputs and the row."""
+def forward_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
+    """Return the kernel of a forward step. metal/stepwise_forward.metal describes its inputs and the row that it
+    writes."""
     H, cell, (rows, columns, units) = problem.H, problem.cell, forward_tile(problem)
     saves = problem.training or problem.return_gates
-    length = row_length(problem, H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
+    length = row_length(problem, H, blocks=1 + cell.kept if saves else 1, floats=cell.carried)
     fields = (
         "step before h_before z Wh Wh_scales Wh_biases h0 c0 peephole bhn inputs params mask keep lengths sizes numbers"
     )
-    shader = StepShader("stepwise_forward", fields, saves=saves)
-    output = (length, row_type(dtype))
-    return StepKernel(problem, dtype, present, shader, tile=(rows, columns), units=(H, units), output=output)
+    shader = StepShader("stepwise_forward", fields, {"SAVES": saves})
+    return StepKernel(problem, present, shader, tile=(rows, columns), units=(H, units), length=length)
 
 
 @cached
-def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+def gru_reset_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
     """Return the first kernel of a forward step of a GRU whose reset comes before the candidate's product. It writes a
-    new array (a row) [3, B, D H] with r * mask * h (h of the step before), r and z. Only the second kernel of the step
-    reads this row, so it has the dtype of the call. The product has one column for each of the gates r and z: 32
-    columns for 16 units. The shader is in metal/stepwise_gru.metal."""
+    row [3, B, D H] with r * mask * h (h of the step before), r and z. Only the second kernel of the step reads this
+    row, so it has the dtype of the call. The product has one column for each of the gates r and z: 32 columns for 16
+    units. The shader is in metal/stepwise_gru.metal."""
     fields = "step before z Wh Wh_scales Wh_biases h0 mask lengths sizes"
-    shader = StepShader("stepwise_gru_reset", fields)
-    output = (row_length(problem, problem.H, blocks=3, floats=0, dtype=dtype), dtype)
+    shader = StepShader("stepwise_gru_reset", fields, {})
+    length, written = row_length(problem, problem.H, blocks=3, floats=0), problem.dtype
     tile = stepwise_rows(problem.B, problem.cut), 32
-    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, 16), output=output)
+    return StepKernel(problem, present, shader, tile=tile, units=(problem.H, 16), length=length, written=written)
 
 
 @cached
-def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+def gru_candidate_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
     """Return the second kernel of a forward step of a GRU whose reset comes before the candidate's product. It reads
-    the row (the array) that the first kernel (`gru_reset_kernel`) wrote, computes the candidate n and the new h, and
-    writes a row with h and, if the backward pass or the caller needs them, the three gates. A `Rows` object collects
-    these rows, so they have the dtype `row_type`. The shader is in metal/stepwise_gru.metal."""
+    the row that `gru_reset_kernel` wrote, and writes a row with h and, if the backward pass or the caller needs them,
+    the three gates. The shader is in metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
     fields = "step before reset_row z Wh Wh_scales Wh_biases h0 keep lengths sizes"
-    shader = StepShader("stepwise_gru_candidate", fields, saves=saves)
-    output = (row_length(problem, problem.H, blocks=4 if saves else 1, floats=0, dtype=dtype), row_type(dtype))
+    shader = StepShader("stepwise_gru_candidate", fields, {"SAVES": saves})
+    length = row_length(problem, problem.H, blocks=4 if saves else 1, floats=0)
     tile = stepwise_rows(problem.B, problem.cut), 32
-    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, 32), output=output)
+    return StepKernel(problem, present, shader, tile=tile, units=(problem.H, 32), length=length)
 
 
 @cached
-def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel that computes the projection of a step, h = m Wp^T. It writes a new array (a row) with h [B, D
-    P]. If h is clipped, the kernel reads the limit from the array numbers; otherwise it does not get this array. The
-    shader is in metal/stepwise_forward.metal."""
+def project_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
+    """Return the kernel that computes the projection of a step, h = m Wp^T, and writes a row with h [B, D P]. If h is
+    clipped, the kernel reads the limit from the array numbers; otherwise it does not get this array. The shader is in
+    metal/stepwise_forward.metal."""
     clips = problem.cell.projection_clip is not None
     present = present if clips else tuple(name for name in present if name != "numbers")
-    shader = StepShader("stepwise_project", "step before Wp Wp_scales Wp_biases sizes numbers", cell=False)
-    return product_kernel(problem, dtype, present, shader, problem.P, row_type(dtype))
+    shader = StepShader("stepwise_project", PROJECTED, {"FLOATS": problem.cell.carried}, cell=False)
+    return product_kernel(problem, present, shader, problem.P)
+
+
+PROJECTED = "step before Wp Wp_scales Wp_biases sizes numbers"
+"""The names of the arrays that the shader `stepwise_project` can read."""
 
 
 def product_kernel(
-    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], shader: StepShader, width: int, written: mx.Dtype
+    problem: Problem, present: tuple[str, ...], shader: StepShader, width: int, written: mx.Dtype | None = None
 ) -> StepKernel:
-    """Return a kernel that computes a matrix product and writes it as a new array (a row) [B, D width]. shader: its
-    shader. width: the number of columns per direction. written: the dtype of the row's elements: `dtype` or
-    row_type(dtype), which have the same size."""
-    tile = tile_of(problem, width)
-    output = row_length(problem, width, blocks=1, floats=0, dtype=dtype), written
-    return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
+    """Return a kernel that computes a matrix product and writes it as a row [B, D width]. width: the number of columns
+    per direction. written: the dtype of the row's elements, or None for `row_type`."""
+    tile, length = tile_of(problem, width), row_length(problem, width, blocks=1, floats=0)
+    return StepKernel(problem, present, shader, tile=tile, units=(width, tile[1]), length=length, written=written)
 
 
 @cached
-def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel of a backward step, which writes a new array (a row) with the gradients of this step.
-    metal/stepwise_backward.metal describes its inputs and the row. Some of the inputs are: dh_now, the row with the
-    gradient of a projected h; rows, an array with rows of the forward pass; row, the index of this step's row in it,
-    which contains the gates. A threadgroup computes a tile of the product: some batch items, and one column per
-    unit."""
+def backward_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
+    """Return the kernel of a backward step. metal/stepwise_backward.metal describes its inputs and the row that it
+    writes. A threadgroup computes a tile of the product: some batch items, and one column per unit."""
     tile = tile_of(problem, problem.H)
     fields = (
         "step before dh_now rows row weights gates h c h0 c0 q peephole bhn inputs params mask keep lengths "
         "dh dc dgates dhT dcT sizes numbers"
     )
-    shader = StepShader("stepwise_backward", fields)
-    output = (backward_length(problem, present, dtype), row_type(dtype))
-    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, tile[1]), output=output)
+    shader = StepShader("stepwise_backward", fields, {})
+    blocks = problem.cell.gradients + problem.cell.inputs
+    length = backward_length(problem, present, blocks)
+    return StepKernel(problem, present, shader, tile=tile, units=(problem.H, tile[1]), length=length)
 
 
-def backward_length(problem: Problem, present: Collection[str], dtype: mx.Dtype) -> int:
-    """Return the number of elements of the row (the array) that a backward step writes. floats: how many float32
-    numbers it has per unit. These are a carry for each state besides h, and for h if a step reads h outside the
-    recurrent product; with `keep` each carry twice, also before its multiplication by keep; and the gradients of the
-    parameters (`summed`), which are summed from step to step."""
+def backward_length(problem: Problem, present: Collection[str], blocks: int) -> int:
+    """Return the number of elements of the row (the array) that a backward step writes. blocks: how many numbers it has
+    per unit in the dtype of the call. floats: how many float32 numbers it has per unit. These are a carry for each
+    state besides h, and for h if a step reads h outside the recurrent product; with `keep` each carry twice, also
+    before its multiplication by keep; and the gradients of the parameters (`summed`), which are summed from step to
+    step."""
     cell = problem.cell
     floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
-    return row_length(problem, problem.H, blocks=cell.gradients + cell.inputs, floats=floats, dtype=dtype)
+    return row_length(problem, problem.H, blocks, floats)
 
 
 @cached
-def gru_reset_backward_kernel(
-    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool
-) -> StepKernel:
-    """Return the second kernel of a backward step of a GRU whose reset comes before the candidate's product. It
-    multiplies the candidate's gradient by Wh. From the result it computes the gradient of the gate r and a part of the
-    gradient of h. It reads the row that the first kernel (`backward_kernel`) wrote, and writes a copy that includes
-    these two gradients. The shader is in metal/stepwise_gru.metal."""
+def gru_reset_backward_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
+    """Return the second kernel of a backward step of a GRU whose reset comes before the candidate's product. It reads
+    the row that `backward_kernel` wrote, and writes a copy that includes the gradient of the gate r and a further part
+    of the gradient of h. The shader is in metal/stepwise_gru.metal."""
     tile = tile_of(problem, problem.H)
     fields = "step now_row weights gates h h0 mask keep lengths sizes"
-    shader = StepShader("stepwise_gru_reset_backward", fields)
-    output = (backward_length(problem, present, dtype), row_type(dtype))
-    return StepKernel(problem, dtype, present, shader, tile=tile, units=(problem.H, tile[1]), output=output)
-
-
-DH_INPUTS = "step before weights gates mask keep lengths dh dhT unclipped sizes"
-"""The names of the arrays that the shaders can read which compute the gradient of h from the gradients of the next
-step's products."""
+    shader = StepShader("stepwise_gru_reset_backward", fields, {})
+    length = backward_length(problem, present, problem.cell.gradients)
+    return StepKernel(problem, present, shader, tile=tile, units=(problem.H, tile[1]), length=length)
 
 
 @cached
-def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
-    """Return the kernel that computes the gradient of h, [B, D P]. With a projection it runs at each step and writes a
-    new array (a row), which a `Rows` object collects (`has_rows`). All cells also run it once after all steps, for dh0.
-    Then it writes elements in the dtype of the call, because dh0 is a result and not a row. The shader is in
-    metal/stepwise_backward.metal."""
-    shader, written = StepShader("stepwise_dh", DH_INPUTS), row_type(dtype) if has_rows else dtype
-    return product_kernel(problem, dtype, present, shader, problem.P, written)
+def dh_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
+    """Return the kernel that computes the gradient of h, [B, D P], at each step. A cell with a projection needs it
+    before the product with Wp, a cell with a norm because the norms need this gradient of all units of an item. With a
+    norm it is without the part that does not go through the products."""
+    return gradient_of_h(problem, present, "dh", None)
+
+
+@cached
+def dh0_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
+    """Return the kernel that computes dh0 [B, D P], once after the backward steps. It writes elements in the dtype of
+    the call, because dh0 is a result and not a row."""
+    return gradient_of_h(problem, present, "dh0", problem.dtype)
+
+
+def gradient_of_h(problem: Problem, present: tuple[str, ...], name: str, written: mx.Dtype | None) -> StepKernel:
+    """Return a kernel that computes a gradient of h [B, D P] from the gradients of the next step's products. name: "dh"
+    or "dh0", the end of its shader's name in metal/stepwise_norm.metal; without a norm metal/stepwise_backward.metal
+    has one shader for both. written: as in `product_kernel`. With a norm the kernel does not need the gates, because in
+    the rows that it reads the gradients of a GRU's products are already multiplied by r."""
+    fields = "step before weights gates mask keep lengths dh dhT unclipped sizes"
+    shader = "stepwise_dh"
+    if problem.cell.norm is not None:
+        shader, present = f"stepwise_norm_{name}", tuple(field for field in present if field != "gates")
+    return product_kernel(problem, present, StepShader(shader, fields, {}), problem.P, written)
 
 
 # --- The launches of a step with layer normalisation ---
@@ -934,102 +838,52 @@ def item_tile(cell: AnyCell) -> tuple[int, int]:
 
 
 @cached
-def norm_product_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the first kernel of a forward step of a cell with a norm. It writes a new array (a row) with the recurrent
-    products of all gates, [B, D G H], as float32 numbers (floats=1). A norm needs the products of all units of an item,
-    so these products need a separate launch. The shader is in metal/stepwise_norm.metal."""
+def norm_product_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
+    """Return the first kernel of a forward step of a cell with a norm. It writes a row with the recurrent products of
+    all gates, [B, D G H], as float32 numbers (floats=1). The shader is in metal/stepwise_norm.metal."""
     width = problem.cell.gates * problem.H
     tile = tile_of(problem, width)
     fields = "step before h_before Wh Wh_scales Wh_biases h0 mask lengths sizes"
-    shader = StepShader("stepwise_norm_product", fields)
-    output = (row_length(problem, width, blocks=0, floats=1, dtype=dtype), row_type(dtype))
-    return StepKernel(problem, dtype, present, shader, tile=tile, units=(width, tile[1]), output=output)
+    shader = StepShader("stepwise_norm_product", fields, {})
+    length = row_length(problem, width, blocks=0, floats=1)
+    return StepKernel(problem, present, shader, tile=tile, units=(width, tile[1]), length=length)
 
 
 @cached
-def norm_forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the second kernel of a forward step of a cell with a norm. It reads the products that
-    `norm_product_kernel` wrote, computes norms and cell, and writes the same row as `forward_kernel`. A threadgroup has
-    all units of one batch item, so the grid has one threadgroup along the units: units=(1, 1)."""
+def norm_forward_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
+    """Return the second kernel of a forward step of a cell with a norm. It reads the row of `norm_product_kernel`, and
+    writes the same row as `forward_kernel`. A threadgroup has all units of one batch item: units=(1, 1)."""
     cell, saves = problem.cell, problem.training or problem.return_gates
-    length = row_length(problem, problem.H, blocks=1 + cell.kept if saves else 1, floats=cell.carried, dtype=dtype)
+    length = row_length(problem, problem.H, blocks=1 + cell.kept if saves else 1, floats=cell.carried)
     fields = "step before product z h0 c0 peephole bhn inputs params keep lengths sizes numbers " + " ".join(
         norms.READ["forward"]
     )
-    shader = StepShader("stepwise_norm_forward", fields, saves=saves)
-    output = (length, row_type(dtype))
-    return StepKernel(problem, dtype, present, shader, tile=item_tile(cell), units=(1, 1), output=output)
+    shader = StepShader("stepwise_norm_forward", fields, {"SAVES": saves})
+    return StepKernel(problem, present, shader, tile=item_tile(cell), units=(1, 1), length=length)
 
 
 @cached
-def norm_dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the first kernel of a backward step of a cell with a norm. It writes a new array (a row) with the gradient
-    of h [B, D P], without the part that does not go through the products. For the norms the kernel of the cell needs
-    this gradient of all units of an item, so the gradient needs a separate launch."""
-    return dh_of_norm("stepwise_norm_dh", problem, dtype, present, row_type(dtype))
-
-
-@cached
-def norm_dh0_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the kernel that computes dh0 [B, D P], once after the backward steps of a cell with a norm. It writes
-    elements in the dtype of the call, because dh0 is a result and not a row."""
-    return dh_of_norm("stepwise_norm_dh0", problem, dtype, present, dtype)
-
-
-def dh_of_norm(name: str, problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], written: mx.Dtype) -> StepKernel:
-    """Return a kernel that computes a gradient of h [B, D P] from the gradients of the products, for a cell with a
-    norm. name: the name of its shader. written: the dtype of the elements that it writes. The kernel does not need the
-    gates, because in the rows that it reads the gradients of a GRU's products are already multiplied by r."""
-    present = tuple(field for field in present if field != "gates")
-    return product_kernel(problem, dtype, present, StepShader(name, DH_INPUTS), problem.P, written)
-
-
-@cached
-def norm_dm_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
+def norm_dm_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
     """Return the kernel that computes the gradient of m, [B, D H], for a cell with a norm and a projection h = m Wp^T.
-    It multiplies the gradient of this step's h by Wp. In a backward step it runs between the two kernels of all cells
-    with a norm."""
-    shader = StepShader("stepwise_norm_dm", "step dh_now weights sizes", cell=False)
-    return product_kernel(problem, dtype, present, shader, problem.H, row_type(dtype))
+    It multiplies the gradient of this step's h by Wp, with the shader of the projection, between the two kernels of all
+    cells with a norm."""
+    shader = StepShader("stepwise_project", PROJECTED, {"FLOATS": 0}, cell=False)
+    return product_kernel(problem, present, shader, problem.H)
 
 
 @cached
-def norm_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool) -> StepKernel:
-    """Return the last kernel of a backward step of a built-in cell with a norm. It writes a new array (a row) with the
-    gradients of this step: `floats` carries per unit, and `blocks` numbers per unit in the dtype of the call. These
-    are, for each gate, the gradient of the preactivation and, if the products are normalised, also that of the product;
-    and with a norm of c the gradient of its result."""
+def norm_backward_kernel(problem: Problem, present: tuple[str, ...]) -> StepKernel:
+    """Return the last kernel of a backward step of a cell with a norm. metal/stepwise_norm.metal describes the row that
+    it writes. rows and row are in `fields` only because code of the shader that all cells share names them."""
     cell = problem.cell
-    blocks = cell.gates * (2 if norms.of_product(cell) else 1) + norms.of_state(cell)
-    # With `keep` the row has each carry twice: also before its multiplication by keep, for the gradient of keep.
-    floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1)
+    blocks = cell.gates + cell.inputs + (cell.gradients if norms.of_product(cell) else 0) + norms.of_state(cell)
     fields = (
-        "step before dh_now gates h c h0 c0 q peephole bhn keep lengths dc dgates dcT sizes numbers "
-        "norm_scale norm_c norm_y norm_r norm_c_y"
+        "step before dh_now rows row gates h c h0 c0 q peephole bhn inputs params keep lengths dc dgates dcT sizes "
+        "numbers norm_scale norm_c norm_y norm_r norm_c_y"
     )
-    shader = StepShader("stepwise_norm_backward", fields)
-    output = (row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype))
-    return StepKernel(problem, dtype, present, shader, tile=item_tile(cell), units=(1, 1), output=output)
-
-
-@cached
-def norm_own_backward_kernel(
-    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _has_rows: bool
-) -> StepKernel:
-    """Return the last kernel of a backward step of a cell written by the user, with a norm. It writes a new array,
-    called a row. The row has as float32 numbers the carries (with `keep` also before their multiplication by keep) and
-    the gradients of the parameters. The gradients of the products, of the inputs and of the preactivations follow, in
-    the dtype of the call. q, rows and row are in `fields` only because code of the shader that all cells share names
-    them."""
-    cell = problem.cell
-    floats = (cell.carried + cell.passes_h) * (2 if "keep" in present else 1) + cell.summed
-    blocks = cell.gates + cell.inputs + cell.gradients
-    fields = (
-        "step before dh_now rows row gates h c h0 c0 q inputs params keep lengths dc dcT sizes norm_scale norm_y norm_r"
-    )
-    shader = StepShader("stepwise_norm_own_backward", fields)
-    output = (row_length(problem, problem.H, blocks, floats, dtype), row_type(dtype))
-    return StepKernel(problem, dtype, present, shader, tile=item_tile(cell), units=(1, 1), output=output)
+    shader = StepShader("stepwise_norm_backward", fields, {})
+    length = backward_length(problem, present, blocks)
+    return StepKernel(problem, present, shader, tile=item_tile(cell), units=(1, 1), length=length)
 
 
 # --- The launch after all steps ---
@@ -1054,33 +908,32 @@ class Sequences(NamedTuple):
 
 
 def after_sweep(
-    make: Callable[[Problem, mx.Dtype, tuple[str, ...], Layout, frozenset[str]], Sequences],
+    make: Callable[[Problem, tuple[str, ...], Layout, frozenset[str]], Sequences],
     problem: Problem,
     inputs: Inputs,
     kinds: list[Kind],
     names: frozenset[str],
 ) -> Arrays:
     """After the last step of a pass, launch the kernel that copies the results from the rows of all steps into
-    sequences. Return the results by name. make: the function that builds this launch, such as `outputs_launch`. inputs:
-    the inputs of the pass. kinds: the rows to read, each kind with its width, H or P. names: the names of the results
-    that the call needs. The kernel has inputs for LEFT arrays of rows; if there are fewer, the last one is passed
-    again."""
+    sequences. Return the results by name. make: the function that builds this launch. kinds: the rows to read, each
+    kind with its width, H or P. names: the names of the results that the call needs. The kernel has inputs for LEFT
+    arrays of rows; if there are fewer, the last one is passed again."""
     left: list[mx.array] = []
     for rows, _ in kinds:
         left += rows.pieces
     # The last array contains only the row of the last launch, so its size is the size of one row.
     layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
     present = without_absent(inputs)
-    sequences = make(problem, problem.dtype, tuple(present), layout, names)
+    sequences = make(problem, tuple(present), layout, names)
     arrays = [present[name] for name in sequences.inputs] + left + left[-1:] * (LEFT - len(left)) + sequences.sizes
     return dict(zip(sequences.outputs, sequences.launch(inputs=arrays), strict=True))
 
 
 def prepare_sequences(
     problem: Problem,
-    dtype: mx.Dtype,
     layout: Layout,
-    source: Source,
+    name: str,
+    body: str,
     template: Template,
     inputs: dict[str, bool],
     outputs: Outputs,
@@ -1088,10 +941,9 @@ def prepare_sequences(
     """Return the launch that copies the rows of a pass into sequences. It has one thread per batch item, unit, step
     and direction, in threadgroups of 256.
 
-    layout: for each kind of rows the number of rows in each array, the elements of a row, and the width H or P. source:
-    the kernel's name, the shader files that it needs besides those that all such launches need, and the Metal
-    statements that call the shader. inputs: {array that it can read besides the rows: whether the call has it}.
-    outputs: {result: its shape and dtype, or None if it is not written}.
+    layout: for each kind of rows the number of rows in each array, the elements of a row, and the width H or P. name:
+    the kernel's name. body: the Metal statements that call the shader. inputs: {array that it can read besides the
+    rows: whether the call has it}. outputs: {result: its shape and dtype, or None if it is not written}.
     """
     # starts: the index of the first row of each of LEFT arrays; the arrays that the pass does not have count as empty.
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
@@ -1100,12 +952,12 @@ def prepare_sequences(
     numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
     sizes = {"starts": mx.array(starts, mx.int32), "kinds": mx.array(numbers, mx.int32)}
     pieces = [f"piece{n}" for n in range(LEFT)]
-    body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n{source.body}"
-    template = template | {"S": dtype, "X": row_type(dtype)}
+    body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n{body}"
+    template = template | {"S": problem.dtype, "X": row_type(problem)}
     groups = -(-problem.B * max(width for _, _, width in layout) // 256), problem.T, problem.directions
-    files = (*cell_files(problem), "stepwise", "stepwise_rows", *source.files)
+    files = (*cell_files(problem), "stepwise", "stepwise_rows")
     every = inputs | dict.fromkeys((*pieces, *sizes), True)
-    source = Source(named(source.shader, problem), files, body, index_type(problem))
+    source = source_of(problem, name, files, body)
     launch = prepare(source, template, every, outputs, groups, 256)
     written = [name for name, output in outputs.items() if output is not None]
     given = [name for name, is_there in inputs.items() if is_there]
@@ -1113,13 +965,12 @@ def prepare_sequences(
 
 
 @cached
-def outputs_launch(
-    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
-) -> Sequences:
+def outputs_launch(problem: Problem, present: tuple[str, ...], layout: Layout, names: frozenset[str]) -> Sequences:
     """Return the launch that copies the outputs of a forward pass from its rows into sequences. names: the outputs to
     copy, some of h, c, gates, hT and cT. layout: one kind of rows, or with a projection two: those of the cells, and
     those with h."""
-    (T, B, H, P), D, gates, c = problem[:4], problem.directions, problem.cell.kept, problem.cell.carried
+    (T, B, H, P), D, dtype = problem[:4], problem.directions, problem.dtype
+    gates, c = problem.cell.kept, problem.cell.carried
     shapes = {
         "c": ((T, B, D * c * H), mx.float32),
         "cT": ((B, D * c * H), mx.float32),
@@ -1144,13 +995,11 @@ def outputs_launch(
         body += f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
         body += f"stepwise_outputs<0, 0, S>(rows, kinds + 3, projected, {end}"
     name = f"{problem.cell.op}_stepwise_outputs" + "_projected" * (len(layout) > 1)
-    return prepare_sequences(problem, dtype, layout, Source(name, (), body), template, inputs, outputs)
+    return prepare_sequences(problem, layout, name, body, template, inputs, outputs)
 
 
 @cached
-def gradients_launch(
-    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
-) -> Sequences:
+def gradients_launch(problem: Problem, present: tuple[str, ...], layout: Layout, names: frozenset[str]) -> Sequences:
     """Return the launch that copies the results of a backward pass from its rows into sequences.
 
     It always writes dz, the gradients of the preactivations, and with a projection dh, the gradient of h. If `names`
@@ -1162,33 +1011,51 @@ def gradients_launch(
     - carry, the gradients of the states before each step, without the part that goes through the recurrent product: a
       block for each state besides h, and for h if a step reads h outside the product
     - m, the vector that a projection multiplies by Wp; this launch computes it from the gates and c
+
+    For a cell with a norm it also writes d_product, the gradients of the recurrent products, and d_norm_c, the gradient
+    of the result of the norm of c, each if the cell has this norm. A row has first `floats` float32 numbers per unit
+    (carries, and gradients of parameters). Without a norm of the products dz follows; with one d_product is in this
+    place, so the shader `stepwise_gradients` copies d_product, and `stepwise_norm_gradients` copies dz. d_norm_c is
+    last.
     """
-    (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
-    carries = cell.carried + cell.passes_h
+    (T, B, H, P), D, dtype, cell = problem[:4], problem.directions, problem.dtype, problem.cell
+    projects, products, states = len(layout) > 1, norms.of_product(cell), norms.of_state(cell)
+    G, U, carries, wide = cell.gates, cell.inputs, cell.carried + cell.passes_h, (T, B)
     # In a user's cell dc0 is float32, because `gradients_after` casts all gradients later.
     shapes = {
-        "dz": ((T, B, D * cell.gradients * H), dtype),
-        "du": ((T, B, D * cell.inputs * H), dtype),
+        "dz": ((*wide, D * cell.gradients * H), dtype),
+        "du": ((*wide, D * U * H), dtype),
         "dc0": ((B, D * cell.carried * H), mx.float32 if cell.op == "pointwise" else dtype),
         "dw": ((B, D * cell.summed * H), mx.float32),
-        "d_out": ((T, B, D * cell.gates * H), dtype),
-        "carry": ((T, B, D * carries * H), mx.float32),
-        "dh": ((T, B, D * P), dtype),
+        "d_out": ((*wide, D * G * H), dtype),
+        "carry": ((*wide, D * carries * H), mx.float32),
+        "dh": ((*wide, D * P), dtype),
         "m": ((D, T, B, H), dtype),
     }
-    names = names | {"dz"} | ({"dh"} if projects else frozenset())
+    if cell.norm is not None:
+        shapes |= {"d_product": ((*wide, D * G * H), dtype), "d_norm_c": ((*wide, D * H), dtype)}
+    always = {"dz": True, "dh": projects, "d_product": products, "d_norm_c": states}
+    names = names.union(name for name in always if always[name])
     if carries == 0:
         names = names - {"carry"}
     outputs: Outputs = {name: shape if name in names else None for name, shape in shapes.items()}
     read = {"lengths", "sizes"} | ({"gates"} if names & {"d_out", "m"} else set()) | ({"c"} if "m" in names else set())
     inputs = {name: name in read and name in present for name in ("gates", "c", "lengths", "sizes")}
     candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
-    template: Template = {"GRADIENTS": cell.gradients, "CANDIDATE": candidate, "RESET": reset, "INPUTS": cell.inputs}
+    stored = G if products else cell.gradients
+    template: Template = {"GRADIENTS": stored, "CANDIDATE": candidate, "RESET": reset, "INPUTS": U}
     template |= {"CARRIED": cell.carried, "PASSES_H": int(cell.passes_h), "SUMMED": cell.summed}
     existing = {*names, "starts", "kinds", *(name for name in inputs if inputs[name])}
     fields = fields_of((*inputs, "starts", "kinds", *outputs), existing)
     start, end = "stepwise_gradients<{}>(rows, kinds", "thread_position_in_grid);\n"
-    body = struct_of(fields) + f"{start.format(', '.join([*template, 'S']))}, a, {end}"
+    body = struct_of(fields | {"dz": "d_product"} if products else fields)
+    body += f"{start.format(', '.join([*template, 'S']))}, a, {end}"
+    floats = carries * (2 if "carry" in names else 1) + cell.summed
+    if products:
+        template |= {"NORMED": cell.gradients}
+        body += f"stepwise_norm_gradients<NORMED, {G + U}, {floats}, S>(rows, kinds, a, dz, {end}"
+    if states:
+        body += f"stepwise_norm_gradients<1, {G * (1 + products)}, {floats}, S>(rows, kinds, a, d_norm_c, {end}"
     if projects:
         # Separate launches have written dh. Their rows have the layout of the dz of a cell with one gate (template
         # arguments 1, 0, ...), so a second call of the shader copies dh under the name dz. The other outputs are marked
@@ -1199,62 +1066,5 @@ def gradients_launch(
     if "m" in names:
         template |= {"OPTIONS": cell_number(cell)}
         body += f"stepwise_projected<{STRUCTS[cell.op]}, S>(a, {end}"
-    source = Source(f"{cell.op}_stepwise_gradients", (), body)
-    return prepare_sequences(problem, dtype, layout, source, template, inputs, outputs)
-
-
-@cached
-def norm_gradients_launch(
-    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
-) -> Sequences:
-    """Return the launch that copies the results of a backward pass of a cell with a norm from its rows into sequences.
-    It writes
-
-    - dz, the gradients of the preactivations
-    - d_product, with a norm of the products: the gradients of the recurrent products
-    - d_norm_c, with a norm of c: the gradient of the result of this norm
-    - dh, with a projection: the gradient of h
-    - dc0, carry, du and dw, if `names` contains them, as `gradients_launch` does
-
-    The letters count numbers per unit: G gates, C states besides h, U inputs, V parameters, M gradients of
-    preactivations. A row has first `floats` float32 numbers per unit (carries, and gradients of parameters), then the G
-    gradients of the products. In the rows of a cell without a norm dz is in this place. So `stepwise_gradients`, the
-    shader for such rows, copies the gradients of the products, too.
-    """
-    (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
-    products, states, G, carry = norms.of_product(cell), norms.of_state(cell), cell.gates, "carry" in names
-    C, U, V, M, carries = cell.carried, cell.inputs, cell.summed, cell.gradients, cell.carried + cell.passes_h
-    wide, all_gates = ((T, B, D * H), dtype), ((T, B, D * G * H), dtype)
-    outputs: Outputs = {
-        "dz": ((T, B, D * M * H), dtype),
-        "d_product": all_gates if products else None,
-        "d_norm_c": wide if states else None,
-        "dh": ((T, B, D * P), dtype) if projects else None,
-        "dc0": ((B, D * C * H), mx.float32 if cell.op == "pointwise" else dtype) if "dc0" in names else None,
-        "carry": ((T, B, D * carries * H), mx.float32) if carry and carries else None,
-        "du": ((T, B, D * U * H), dtype) if "du" in names else None,
-        "dw": ((B, D * V * H), mx.float32) if "dw" in names else None,
-    }
-    inputs = {name: name in present for name in ("lengths", "sizes")}
-    written = [name for name, output in outputs.items() if output is not None]
-    read = [name for name in inputs if inputs[name]]
-    fields = fields_of((*inputs, "starts", "kinds", *outputs), {*read, *written, "starts", "kinds"})
-    fields |= dict.fromkeys(("gates", "d_out"), "absent")
-    first, floats = ("d_product" if products else "dz"), carries * (1 + carry) + V
-    body = struct_of(fields | {"dz": first})
-    end = "thread_position_in_grid);\n"
-    body += f"stepwise_gradients<{G}, 0, 0, {U}, {C}, {int(cell.passes_h)}, {V}, S>(rows, kinds, a, {end}"
-    if products:
-        body += f"stepwise_norm_gradients<{M}, {G + U}, {floats}, S>(rows, kinds, a, dz, {end}"
-    if states:
-        body += f"stepwise_norm_gradients<1, {G * (1 + products)}, {floats}, S>(rows, kinds, a, d_norm_c, {end}"
-    if projects:
-        only_dh = fields | dict.fromkeys(("dc0", "carry", "du", "dw"), "absent") | {"dz": "dh"}
-        body += struct_of(only_dh, "Projected", "projected")
-        body += f"stepwise_gradients<1, 0, 0, 0, 0, 0, 0, S>(rows, kinds + 3, projected, {end}"
-    template: Template = {"OPTIONS": number_of_norm(cell)}
-    if cell.op == "pointwise":  # in the kernel's name, because kernels with different sources need different names
-        template |= {"GATES": G, "GRADIENTS": M, "INPUTS": U, "CARRIED": C, "PASSES_H": int(cell.passes_h), "SUMMED": V}
-    files = STEP_NORM_FILES
-    source = Source(f"{cell.op}_stepwise_norm_gradients", files, body)
-    return prepare_sequences(problem, dtype, layout, source, template, inputs, outputs)
+    name = f"{cell.op}_stepwise_gradients" if cell.norm is None else f"{cell.op}_stepwise_norm_gradients"
+    return prepare_sequences(problem, layout, name, body, template, inputs, outputs)

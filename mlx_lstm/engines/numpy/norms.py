@@ -28,6 +28,7 @@ equal numbers, because BLAS (the library that multiplies matrices) is faster tha
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -40,27 +41,38 @@ from .products import AHEAD_ROWS, WIDE_BATCH, Array, Views, WeightGradients, bia
 
 
 def norm_options(problem: Problem) -> NormOptions:
-    """Return the options of the cell's layer normalisation, which is not None wherever this function is called."""
+    """Return the options of the cell's layer normalisation, which it has wherever this function is called."""
     assert problem.cell.norm is not None
     return problem.cell.norm
 
 
 class Tiles:
-    """Repeats a row [1, B] 8 times, to combine it with a contiguous array [n, B] that is viewed as [n / 8, 8 B]. NumPy
-    then runs fewer and longer loops, which takes less time."""
+    """Repeats a row [1, B] 8 times, to combine it with a contiguous array [n, B] that is viewed as [n / 8, 8 B]:
+    NumPy's loops are then fewer and longer. With several blocks, a row [blocks, 1, B] has one row for each, and the
+    view is [blocks, n / 8, 8 B]."""
 
-    def __init__(self, n: int, B: int, dtype: np.dtype):
-        """Allocate the memory of the repeated row. n, B: the shape of the array with which it is combined."""
-        times = 8 if n % 8 == 0 else 1  # if n cannot be divided, the row is not repeated
-        # shape: the shape in which the array is viewed.
-        self.shape: tuple[int, int] = (n // times, times * B)
-        self.wide: Array = np.empty((1, times * B), dtype)
-        self.rows: Array = self.wide.reshape(times, B)  # a view of the same memory
+    def __init__(self, n: int, B: int, dtype: np.dtype, blocks: int = 1):
+        """Allocate the memory of the repeated row. n: the rows of a block."""
+        # The row is not repeated if 8 does not divide n, or if B is 1: NumPy's loops are then long without it.
+        times = 8 if n % 8 == 0 and B > 1 else 1
+        self.shape: tuple[int, int, int] = (blocks, n // times, times * B)
+        self.repeats: bool = times > 1
+        self.wide: Array = np.empty((blocks, 1, times * B), dtype)
+        self.rows: Array = self.wide.reshape(blocks, times, B)  # a view of the same memory
 
     def __call__(self, row: Array) -> Array:
         """Return the repeated row. It is valid until the next call."""
+        if not self.repeats:
+            return row
         np.copyto(self.rows, row)
         return self.wide
+
+
+def to_factors(variance: Array, eps: Array) -> None:
+    """Turn variances into the factors 1 / sqrt(variance + eps), in place."""
+    np.add(variance, eps, variance)
+    np.sqrt(variance, variance)
+    np.reciprocal(variance, variance)
 
 
 class Normalisation:
@@ -85,34 +97,48 @@ class Normalisation:
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
         self.centred: bool = centred
-        # row: a product with this row is the mean over a block. All its numbers are 1 / (rows of a block).
+        # row, scaled_row: a product with them is the mean over a block of an array, or of the array times the scale.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
-        # scaled_row: a product with this row is the mean of (array times scale) over a block.
-        self.scaled_row: Array = self.row if scale is None else (scale.reshape(blocks, 1, -1) * self.row)
+        self.scaled_row: Array = self.row
+        if scale is not None:
+            self.scaled_row = scale.reshape(blocks, 1, -1) * self.row if blocks > 1 else scale * self.row
         self.eps: Array = np.array(eps, dtype)
         # The scale and the shift are repeated to [n, B], so that no step needs a broadcast.
         self.scale: Array | None = None if scale is None else np.repeat(scale[:, None], B, axis=1)
         self.shift: Array | None = None if shift is None else np.repeat(shift[:, None], B, axis=1)
-        # mean, other_mean: memory for means. spread: memory for r if a call passes none, as in a forward pass without
-        # training.
+        # spread: memory for r if a call passes none, as in a forward pass without training.
         self.mean, self.other_mean, self.spread = (np.empty((blocks, 1, B), dtype) for _ in range(3))
-        self.scratch: Array = np.empty((n, B), dtype)
-        self.tiles: Tiles = Tiles(n, B, dtype)  # only `OneBlock` uses it
+        self.tiles: Tiles = Tiles(n // blocks, B, dtype, blocks)
+        self.use_scratch(np.empty((n, B), dtype))
+
+    def use_scratch(self, scratch: Array) -> None:
+        """Use this array [n, B] as scratch memory. wide_scratch: its view as `Tiles` needs it."""
+        self.scratch: Array = scratch
+        self.wide_scratch: Array = scratch.reshape(self.tiles.shape)
+
+    def means(self, row: Array, a: Array, out: Array) -> None:
+        """Write to `out` [blocks, 1, B] the product of `row` with each block of a [n, B]. `dot` takes less time than
+        `matmul`, but it computes a single block only."""
+        if self.shape[0] == 1:
+            dot(row, a, out=out[0])
+        else:
+            np.matmul(row, a.reshape(self.shape), out=out)
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, B] the array a, normalised to mean 0 and variance 1 in each block, and to r [blocks, 1, B] the
         factors 1 / sqrt(variance + eps). y may be a itself."""
-        # parts, out: a and y, divided into blocks: [blocks, n / blocks, B].
-        parts, out, scratch = a.reshape(self.shape), y.reshape(self.shape), self.scratch.reshape(self.shape)
+        # An array that is not contiguous has no view [blocks, n / 8, 8 B], so a row is not repeated for it.
+        tiles, shape, scratch = self.tiles, self.tiles.shape, self.wide_scratch
+        if not (a.flags.c_contiguous and y.flags.c_contiguous):
+            tiles, shape, scratch = np.asarray, self.shape, self.scratch.reshape(self.shape)
+        parts, out = a.reshape(shape), y.reshape(shape)
         if not self.centred:
-            np.matmul(self.row, parts, out=self.mean)
-            parts = np.subtract(parts, self.mean, out)
+            self.means(self.row, a, self.mean)
+            parts = np.subtract(parts, tiles(self.mean), out)
         np.multiply(parts, parts, scratch)
-        np.matmul(self.row, scratch, out=r)  # r is at first the variance: the mean of the squares
-        np.add(r, self.eps, r)
-        np.sqrt(r, r)
-        np.reciprocal(r, r)
-        np.multiply(parts, r, out)
+        self.means(self.row, self.scratch, r)  # r is at first the variance: the mean of the squares
+        to_factors(r, self.eps)
+        np.multiply(parts, tiles(r), out)
 
     def __call__(self, a: Array, out: Array, saved: Array | None = None) -> None:
         """Normalise a [n, B], scale and shift it, and write the result to `out`, which may be a itself. saved [n +
@@ -133,44 +159,43 @@ class Normalisation:
         return saved[:n], saved[n:, None]
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Write to `out` the gradient of a, the array before the normalisation, and add this step's terms to the
-        gradients of scale and shift. d [n, B]: the gradient of the scaled and shifted result. y [n, B], r [blocks, 1,
-        B]: the results of `normalise` for a. `out` must not be d or y. `prepare_backward` must run once before: it
-        creates the sums dscale and dshift (None if they are not wanted) and the memory `scaled`.
+        """Write to `out` the gradient of a, the array before the normalisation, and add this step's terms to the sums
+        dscale and dshift, the gradients of scale and shift. d [n, B]: the gradient of the scaled and shifted result. y
+        [n, B], r [blocks, 1, B]: the results of `normalise` for a. `out` must not be d or y. `prepare_backward` must
+        run once before.
 
         The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block. If `centred`, the
         term mean(d scale) is left out: `centre_gradients` removes it from all gradients at the end.
         """
-        # self.scratch is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale). A
-        # product with self.scaled_row is the mean of (array times scale).
-        shape, dy, scratch = self.shape, np.multiply(d, y, self.scratch), self.scratch.reshape(self.shape)
-        np.matmul(self.scaled_row, scratch, out=self.mean)  # mean(d scale y)
+        # scratch [n, B] is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale).
+        tiles, shape, scratch = self.tiles, self.tiles.shape, self.wide_scratch
+        dy = np.multiply(d, y, self.scratch)
+        self.means(self.scaled_row, dy, self.mean)  # mean(d scale y)
         for total, terms in ((self.dscale, dy), (self.dshift, d)):
             if total is not None:
                 np.add(total, terms, total)
-        np.multiply(y.reshape(shape), self.mean, scratch)
+        np.multiply(y.reshape(shape), tiles(self.mean), scratch)
         if not self.centred:
-            np.matmul(self.scaled_row, d.reshape(shape), out=self.other_mean)  # mean(d scale)
-            np.add(scratch, self.other_mean, scratch)
+            self.means(self.scaled_row, d, self.other_mean)  # mean(d scale)
+            np.add(scratch, tiles(self.other_mean), scratch)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
-        np.multiply(scratch, r, out.reshape(shape))
+        if out.flags.c_contiguous:
+            np.multiply(scratch, tiles(r), out.reshape(shape))
+        else:  # `out` is some columns of the array of a chunk
+            np.multiply(self.scratch.reshape(self.shape), r, out.reshape(self.shape))
 
     def prepare_backward(self, scaled: Array, scale: bool, shift: bool) -> None:
         """Prepare calls of `before`. scaled [n, B]: memory for d times the scale; it may be d itself, which `before`
-        then overwrites. scale, shift: whether the gradients of the scale and of the shift are wanted."""
+        then overwrites. scale, shift: whether their gradients are wanted."""
         self.scaled = scaled
-        # The sums over the steps are [n, B], one for each batch item, because summing over the batch at every step
-        # would take longer. `add_gradients` sums over the batch after the last step.
+        # The sums are [n, B]: summing over the batch at every step would take longer. `add_gradients` does it at the
+        # end.
         self.dscale, self.dshift = (np.zeros_like(scaled) if wanted else None for wanted in (scale, shift))
 
-    def share_scratch(self, other: "Normalisation") -> None:
-        """Use the scratch memory of another norm of the same sizes, so that the CPU's cache holds fewer arrays."""
-        self.scratch = other.scratch
-
     def add_gradients(self, products: WeightGradients, scale: str, shift: str) -> None:
-        """Sum the gradients of scale and shift over the batch, and add them to the gradients that `products` collects.
-        scale, shift: the names of the scale and the shift in the call."""
+        """Add the gradients of scale and shift, summed over the batch, to those that `products` collects, by their
+        names."""
         for name, d in ((scale, self.dscale), (shift, self.dshift)):
             if d is not None and name in products.out:
                 products.add(name, d.sum(axis=1))
@@ -178,11 +203,10 @@ class Normalisation:
 
 class OneColumn(Normalisation):
     """The layer normalisation of arrays [n, 1] in one block, for B = 1. It uses operations on vectors such as np.dot,
-    which take less time. If `centred`, no mean is subtracted, because the means are 0 already."""
+    which take less time."""
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
-        """Write to y [n, 1] the array a with mean 0 and variance 1, and the factor to r [1, 1, 1]. y may be a
-        itself."""
+        """Do the same as `Normalisation.normalise` for a, y [n, 1] and r [1, 1, 1]."""
         a, y = a[:, 0], y[:, 0]
         if not self.centred:
             a = np.subtract(a, dot(self.row[0], a), y)
@@ -191,12 +215,9 @@ class OneColumn(Normalisation):
         np.multiply(a, factor, y)
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Do the same as `Normalisation.before` for d, y, out [n, 1] and r [1, 1, 1]: write to `out` the gradient of a,
-        r (d scale - mean(d scale) - y mean(d scale y)), and add terms to dscale and dshift. These two and `scaled`, the
-        memory for d scale, come from `prepare_backward`."""
-        # `scratch` is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale). A product
-        # with `row` is the mean of (array times scale).
-        row, scratch, y = self.scaled_row.reshape(-1), self.scratch[:, 0], y[:, 0]
+        """Do the same as `Normalisation.before` for d, y, out [n, 1] and r [1, 1, 1]."""
+        # scratch is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale).
+        row, scratch, y = self.scaled_row[0], self.scratch[:, 0], y[:, 0]
         dy = np.multiply(d[:, 0], y, scratch)
         mean = dot(row, dy)  # mean(d scale y)
         if self.dscale is not None:
@@ -204,87 +225,24 @@ class OneColumn(Normalisation):
         if self.dshift is not None:
             self.dshift += d
         np.multiply(y, mean, scratch)
-        if not self.centred:  # else `centre_gradients` subtracts the mean from the weight gradients after all steps
+        if not self.centred:
             np.add(scratch, dot(row, d[:, 0]), scratch)  # mean(d scale)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(self.scratch, r.item(), out)
 
 
-class OneBlock(Normalisation):
-    """The layer normalisation of contiguous arrays [n, B] in one block. It takes less time than the base class, because
-    it views the arrays as [n / 8, 8 B] (see `Tiles`); `wide_scratch` is such a view of the scratch memory. If
-    `centred`, no mean is subtracted, because the means are 0 already."""
-
-    def normalise(self, a: Array, y: Array, r: Array) -> None:
-        """Write to y [n, B] the array a with mean 0 and variance 1, and the factors to r [1, 1, B]. y may be a
-        itself."""
-        if not (a.flags.c_contiguous and y.flags.c_contiguous):
-            super().normalise(a, y, r)
-            return
-        # shape: [n / 8, 8 B], in which NumPy runs fewer and longer loops; `tiles` repeats a row [1, B] to this width.
-        tiles, shape, r = self.tiles, self.tiles.shape, r[0]
-        out = y.reshape(shape)
-        if not self.centred:
-            dot(self.row, a, out=self.mean[0])
-            np.subtract(a.reshape(shape), tiles(self.mean[0]), out)
-            a = y
-        np.multiply(a, a, self.scratch)
-        dot(self.row, self.scratch, out=r)
-        np.add(r, self.eps, r)
-        np.sqrt(r, r)
-        np.reciprocal(r, r)
-        np.multiply(a.reshape(shape), tiles(r), out)
-
-    def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
-        """Do the same as `Normalisation.before` for d, y, out [n, B] and r [1, 1, B]: write to `out` the gradient of a,
-        r (d scale - mean(d scale) - y mean(d scale y)), and add terms to dscale and dshift. These two and `scaled`, the
-        memory for d scale, come from `prepare_backward`."""
-        # self.scratch [n, B] is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale).
-        # `scratch` is the same memory, viewed as [n / 8, 8 B]; `tiles` repeats a row [1, B] to this width. A product
-        # with `row` is the mean of (array times scale). If `centred`, mean(d scale) is left out, because
-        # `centre_gradients` subtracts the means of the weight gradients after all steps.
-        tiles, scratch, row = self.tiles, self.wide_scratch, self.scaled_row.reshape(1, -1)
-        dy = np.multiply(d, y, self.scratch)
-        dot(row, dy, out=self.mean[0])  # mean(d scale y)
-        for total, terms in ((self.dscale, dy), (self.dshift, d)):
-            if total is not None:
-                np.add(total, terms, total)
-        np.multiply(y.reshape(tiles.shape), tiles(self.mean[0]), scratch)
-        if not self.centred:
-            dot(row, d, out=self.other_mean[0])  # mean(d scale)
-            np.add(scratch, tiles(self.other_mean[0]), scratch)
-        scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
-        np.subtract(scaled, self.scratch, self.scratch)
-        if out.flags.c_contiguous:
-            np.multiply(scratch, tiles(r[0]), out.reshape(tiles.shape))
-        else:  # `out` is not contiguous: it is some columns of the array of a chunk
-            np.multiply(self.scratch, r[0], out)
-
-    def prepare_backward(self, scaled: Array, scale: bool, shift: bool) -> None:
-        """Prepare calls of `before`: memory for d times the scale, and sums for the gradients of scale and shift, if
-        these are wanted."""
-        super().prepare_backward(scaled, scale, shift)
-        self.wide_scratch: Array = self.scratch.reshape(self.tiles.shape)
-
-    def share_scratch(self, other: Normalisation) -> None:
-        """Use the scratch memory of another norm of the same sizes, so that the CPU's cache holds fewer arrays."""
-        super().share_scratch(other)
-        self.wide_scratch = self.scratch.reshape(self.tiles.shape)
-
-
 def kind_for(sizes: tuple[int, int, int]) -> type[Normalisation]:
     """Return the class that normalises arrays of these sizes (blocks, n, B) in the least time."""
     blocks, _, B = sizes
-    return Normalisation if blocks > 1 else OneColumn if B == 1 else OneBlock
+    return OneColumn if blocks == B == 1 else Normalisation
 
 
 class NormOfC:
-    """The layer normalisation of c. In the backward pass it sums the gradients of its scale and shift over the
-    steps."""
+    """The layer normalisation of c. In the backward pass it sums the gradients of its scale and shift."""
 
     def __init__(self, problem: Problem, v: Views):
-        """Allocate the memory for arrays [H, B]. v: the arrays of the call."""
+        """Allocate the memory for arrays [H, B]."""
         (_, B, H, _, _), dtype = problem[:5], v["x"].dtype
         arrays = v.get("norm_c_scale"), v.get("norm_c_shift")
         sizes = (1, H, B)  # (blocks, n, B)
@@ -299,30 +257,21 @@ class NormOfC:
         self.is_current = True
 
     def back(self, d: Array, c: Array, out: Array) -> None:
-        """Write to `out` [H, B] the gradient of c, computed from d, the gradient of the normalised, scaled and shifted
-        c. `out` and d must not be c itself."""
+        """Write to `out` [H, B] the gradient of c from d, the gradient of the norm's result. `out` and d must not be c
+        itself."""
         y, r = self.norm.divided(self.saved)
-        # With `Norm(c="state")` the forward pass has saved the normalised c. So the backward step has not called the
-        # norm, and y and r are computed here.
+        # With `Norm(c="state")` the forward pass saved the norm's result, so the backward step has not called the norm.
         if not self.is_current:
             self.norm.normalise(c, y, r)
         self.norm.before(d, y, r, out)
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale and shift to the gradients that `products` collects."""
         self.norm.add_gradients(products, "norm_c_scale", "norm_c_shift")
 
 
-def norm_of_state(problem: Problem, v: Views) -> NormOfC | None:
-    """Return the layer normalisation of c, or None if c is not normalised."""
-    return NormOfC(problem, v) if norm_options(problem).c is not None else None
-
-
 def centred(blocks: int, array: Array) -> Array:
-    """Return weights or a bias [n, .], minus the mean over the rows of each block. The n rows are divided into `blocks`
-    blocks of the same size."""
+    """Return weights or a bias [n, .], minus the mean over the rows of each block."""
     parts = array.reshape(blocks, len(array) // blocks, -1)
-    # The mean is computed as a product with a row of equal numbers, because BLAS is faster than NumPy's sum.
     row = np.full((1, parts.shape[1]), 1 / parts.shape[1], array.dtype)
     return (parts - np.matmul(row, parts)).reshape(array.shape)
 
@@ -334,10 +283,10 @@ subtracted before the steps (`centres`)."""
 
 def centres(problem: Problem, v: Views) -> bool:
     """Return whether the means over the rows of each block are subtracted from the weights of a call. The products then
-    have a mean of 0, too, so that no step need subtract a mean. The result of the norm is the same.
+    have a mean of 0, too, so that no step need subtract a mean.
 
     This is faster if there are at least as many rows (steps x batch) as columns in the weights. It is impossible if the
-    sum is normalised and the call has no Wx: the caller then passes x Wx^T as x, whose mean is not 0.
+    sum is normalised and the caller passes x Wx^T as x, whose mean is not 0.
     """
     norm = norm_options(problem)
     return (
@@ -347,9 +296,14 @@ def centres(problem: Problem, v: Views) -> bool:
     )
 
 
+def of_stream(problem: Problem) -> Problem:
+    """Return the problem of a single step as that of a stream. `centres` decides by the number of steps whether centred
+    weights pay. A stream has many steps in all, so it gets P as the number of steps."""
+    return problem._replace(T=problem.P)
+
+
 def with_centred_weights(problem: Problem, v: Views, by_factors: bool = False) -> Views:
-    """Return the arrays of a call with centred weights, if `centres` says that this is faster: the mean over the rows
-    of each block is subtracted from each weight, so that the products have a mean of 0. CENTRED lists these weights.
+    """Return the arrays of a call, with the weights and bias of CENTRED centred if `centres` says that this is faster.
     by_factors: whether the class `NormByFactors` computes the norms; it needs centred weights in any case."""
     norm = norm_options(problem)
     if norm.of is None or not (by_factors or centres(problem, v)):
@@ -370,39 +324,38 @@ def saved_rows(problem: Problem, v: Views) -> int:
     """Return how many numbers of the norms the forward pass saves for each step and batch item. This number also says
     by which method the norms are computed (`by_factors`).
 
-    0: no product is normalised. 1 or 2: by factors (`ProductNorm`), which save the factor r of the recurrent product
-    and, if the input's product is normalised by factors, too, its r. More: the normalised numbers y and the factors r
-    of the recurrent product or of the sum.
+    0: no product is normalised. 1 or 2: by factors (`ProductNorm`), which save the factor r of the recurrent product,
+    and that of the input's product. More: the normalised numbers y and the factors r of the recurrent product or of the
+    sum.
     """
     norm, (T, B, H, P), cell = norm_options(problem), problem[:4], problem.cell
     rows, blocks = cell.gates * H, norm_blocks(cell)
     if norm.of is None:
         return 0
-    # The method by factors needs a square matrix as wide as h. It pays under these conditions: the product with this
-    # matrix costs at most half of the recurrent product; there are at least FACTOR_ROWS rows (steps x batch) per
-    # column; and no lengths, with which the matrix would be computed for each segment. T = 1 is excluded because such a
-    # call returns each weight gradient as two factors, which `ProductNorm` does not compute.
+    # The method by factors needs a square matrix as wide as h. It pays if the product with this matrix costs at most
+    # half of the recurrent product, and there are at least FACTOR_ROWS rows (steps x batch) per column. With lengths
+    # the matrix would be computed for each segment. A call with T = 1 returns each weight gradient as two factors,
+    # which `ProductNorm` does not compute.
     pays = rows >= 2 * P and FACTOR_ROWS * P <= T * B and T > 1
     pays = pays and v["x"].dtype in FACTOR_TYPES and "lengths" not in v
-    # By factors the norm's shift becomes a part of the bias, which belongs to the input's part of a preactivation. That
-    # would be wrong for a user's cell that reads the input's part and the recurrent part as two values (`apart`).
+    # With this method the norm's shift becomes a part of the bias, which belongs to the input's part. That would be
+    # wrong for a user's cell that reads the input's part and the recurrent part as two values (`apart`).
     if norm.of == "sum" or blocks > 1 or not pays or (cell.op == "pointwise" and cell.apart and "norm_shift" in v):
         return rows + blocks
-    # width: the size of the square matrix that the input's product needs. If there is no such product, `rows` makes the
-    # condition below false.
+    # width: the size of the square matrix of the input's product; without this product the condition below is false.
     width = v["Wx"].shape[1] if norm.of == "products" and "Wx" in v else rows
     return 2 if 2 * width <= rows and FACTOR_ROWS * width <= T * B else 1
 
 
 def by_factors(problem: Problem, rows: int) -> bool:
-    """Return whether the norms are computed by factors (`Factor`, `ProductNorm`). rows: what `saved_rows` returned."""
+    """Return whether the norms are computed by factors. rows: what `saved_rows` returned."""
     return 0 < rows < problem.cell.gates * problem.H + norm_blocks(problem.cell)
 
 
 def centre_gradients(problem: Problem, out: Views) -> None:
-    """Subtract from the gradients of weights and bias in `out` their means over the rows of each block. The true
-    gradients have a mean of 0, because a norm subtracts the mean of the product. If the weights were centred
-    (`with_centred_weights`), the steps have left this subtraction out. Otherwise this function changes nothing."""
+    """Subtract from the gradients of weights and bias in `out` their means over the rows of each block, which the steps
+    have left out if the weights were centred. The true gradients have a mean of 0, because a norm subtracts the
+    mean."""
     norm, blocks = norm_options(problem), norm_blocks(problem.cell)
     for name in CENTRED[norm.of] if norm.of is not None else ():
         if name in out:
@@ -410,9 +363,8 @@ def centre_gradients(problem: Problem, out: Views) -> None:
 
 
 def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
-    """Return the layer normalisation of the recurrent product, or of its sum with the input's part. Return None if only
-    c is normalised. An LSTM's forget bias is added after the norm; if the sum is normalised, it becomes a part of the
-    shift."""
+    """Return the layer normalisation of the recurrent product or of the sum, or None if only c is normalised. An LSTM's
+    forget bias is added after the norm; if the sum is normalised, it becomes a part of the shift."""
     (_, B, H, _, cell), dtype, norm = problem[:5], v["x"].dtype, norm_options(problem)
     if norm.of is None:
         return None
@@ -424,35 +376,39 @@ def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
     return kind_for(sizes)(sizes, norm.eps, dtype, v.get("norm_scale"), shift, centres(problem, v))
 
 
-def norm_of_input(problem: Problem, v: Views, bias: Array | None) -> Normalisation:
-    """Return the layer normalisation of the input's product x Wx^T at one step. bias [G H], or None: it becomes a part
-    of the shift. v: the arrays of the call, from `with_centred_weights`."""
+def shift_of_input(problem: Problem, v: Views) -> Array | None:
+    """Return the shift of the norm of the input's product [G H], with the bias as a part of it; None without both."""
+    shift, bias = v.get("norm_input_shift"), bias_of(problem, v)
+    return bias if shift is None else shift if bias is None else shift + bias
+
+
+def norm_of_input(problem: Problem, v: Views) -> Normalisation:
+    """Return the layer normalisation of the input's product at one step, with the bias as a part of its shift. v: the
+    arrays of the call, from `with_centred_weights`."""
     (_, B, H, _, cell), dtype = problem[:5], v["Wh"].dtype
-    shift = v.get("norm_input_shift")
-    shift = bias if shift is None else shift if bias is None else shift + bias
+    scale, shift = v.get("norm_input_scale"), shift_of_input(problem, v)
     sizes = (norm_blocks(cell), cell.gates * H, B)
     is_centred = "Wx" in v and centres(problem, v)  # whether the products have a mean of 0 already
-    return kind_for(sizes)(sizes, norm_options(problem).eps, dtype, v.get("norm_input_scale"), shift, is_centred)
+    return kind_for(sizes)(sizes, norm_options(problem).eps, dtype, scale, shift, is_centred)
 
 
 class InputNormOfSteps:
-    """The layer normalisation of the input's product x Wx^T, one step at a time, with the bias as a part of its shift.
-    It is used for a wide batch, because the arrays of a step are then so large that the overhead of NumPy's calls at
-    each step matters little."""
+    """The layer normalisation of the input's product, one step at a time, with the bias as a part of its shift. It is
+    used for a wide batch: the arrays of a step are then so large that NumPy's overhead at each step matters little."""
 
     def __init__(self, problem: Problem, v: Views):
         """Allocate the memory for arrays [G H, B]. v: the arrays of the call, from `with_centred_weights`."""
         self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
-        self.norm: Normalisation = norm_of_input(problem, v, bias_of(problem, v))
+        self.norm: Normalisation = norm_of_input(problem, v)
         rows, dtype = problem.cell.gates * problem.H, v["x"].dtype
-        # Memory for one step. y: the product, overwritten by the result. r: the factors, for the backward pass.
+        # y: the product, overwritten by the result. r: the factors, for the backward pass.
         self.y: Array = np.empty((rows, problem.B), dtype)
         self.r: Array = np.empty((self.norm.shape[0], 1, problem.B), dtype)
-        # ahead [steps, G H, B]: the products of some steps, about AHEAD_ROWS columns (steps x batch). The backward pass
-        # computes the products of some steps at once, so that the CPU's cache need not hold Wx at every step.
+        # ahead: the products of some steps, about AHEAD_ROWS columns. The backward pass computes them at once, so that
+        # the CPU's cache need not hold Wx at every step.
         self.ahead: Array = np.empty((min(problem.T, max(1, AHEAD_ROWS // problem.B)), *self.y.shape), dtype)
         self.d: Array = np.empty((rows, problem.B), dtype)  # in the backward pass the gradient of the norm's result
-        # scaled=self.d: `before` may overwrite d. The bias is a part of the shift, so both have the same gradient.
+        # The bias is a part of the shift, so both have the same gradient.
         has_shift = bool({"norm_input_shift", "b"} & v.keys())
         self.norm.prepare_backward(scaled=self.d, scale="norm_input_scale" in v, shift=has_shift)
 
@@ -463,20 +419,20 @@ class InputNormOfSteps:
         return self.y
 
     def products(self, x: Array, out: Array) -> None:
-        """Multiply the input x [steps, B, I] of some steps by Wx. Write the products to `out` [steps, G H, B]."""
+        """Write to `out` [steps, G H, B] the products of Wx and the input x [steps, B, I] of some steps."""
         if self.Wx is None:  # the caller passes the product as x
             np.copyto(out, x.transpose(0, 2, 1))
         else:
             np.matmul(self.Wx, matrix(x).transpose(0, 2, 1), out=out)
 
     def begin_chunk(self, x: Array) -> None:
-        """Begin a chunk of steps of the backward pass. x [steps * B, I]: the input of these steps."""
+        """Begin a chunk of the backward pass. x [steps * B, I]: the input of its steps."""
         self.x: Array = x.reshape(-1, self.y.shape[1], x.shape[1])  # [steps, B, I]
         self.group: int = -1  # the number of the group of steps whose products `ahead` holds; -1: none yet
 
     def back(self, k: int, out: Array) -> None:
-        """Write to `out` [G H, B] the gradient of the product at step k of the chunk. Before this call the caller has
-        written the gradient of the norm's result to `self.d`."""
+        """Write to `out` [G H, B] the gradient of the product at step k of the chunk. The caller has written the
+        gradient of the norm's result to `self.d`."""
         steps = len(self.ahead)  # the number of steps in a group
         group, n = divmod(k, steps)  # step k is number n of this group
         if group != self.group:
@@ -488,16 +444,14 @@ class InputNormOfSteps:
         self.norm.before(self.d, y, self.r, out)
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale, shift and bias to the gradients that `products` collects."""
         self.norm.add_gradients(products, "norm_input_scale", "norm_input_shift")
         if self.norm.dshift is not None and "b" in products.out:  # b is a part of the shift: the same gradient
             products.add("b", self.norm.dshift.sum(axis=1))
 
 
 def input_norm_of(problem: Problem, v: Views) -> "InputNormOfSteps | InputNorm | None":
-    """Return the layer normalisation of the input's product x Wx^T, or None if this product is not normalised by
-    itself. v: the arrays of the call, from `with_centred_weights`. For a wide batch the norm is computed at each step,
-    because its arrays are large enough; otherwise for many steps at once."""
+    """Return the layer normalisation of the input's product, or None if it is not normalised by itself. v: the arrays
+    of the call, from `with_centred_weights`."""
     if norm_options(problem).of != "products":
         return None
     return InputNormOfSteps(problem, v) if problem.B >= WIDE_BATCH else InputNorm(problem, v)
@@ -505,29 +459,21 @@ def input_norm_of(problem: Problem, v: Views) -> "InputNormOfSteps | InputNorm |
 
 class InputNorm:
     """The layer normalisation of the input's product at many steps at once, with the bias as a part of its shift.
-
-    Arrays [G H, N] have one column for each of N = steps x batch rows of x, and any memory order. r [blocks, 1, N].
-    """
+    Arrays [G H, N] have any memory order. r [blocks, 1, N]."""
 
     def __init__(self, problem: Problem, v: Views):
-        """Prepare the weights and the shift of one direction. v: the arrays of the call, from
-        `with_centred_weights`."""
-        cell, dtype, n = problem.cell, v["x"].dtype, problem.cell.gates * problem.H
-        blocks = norm_blocks(cell)
-        # blocks: into how many blocks the n = G H rows are divided; each block is normalised by itself.
+        """Prepare the weights and the shift. v: the arrays of the call, from `with_centred_weights`."""
+        dtype, n, blocks = v["x"].dtype, problem.cell.gates * problem.H, norm_blocks(problem.cell)
         self.blocks: int = blocks
-        # row: a product with this row is the mean over a block. BLAS computes it faster than np.mean.
         self.row: Array = np.full((1, n // blocks), blocks / n, dtype)
         self.eps: Array = np.array(norm_options(problem).eps, dtype)
         self.scale: Array | None = v.get("norm_input_scale")
-        shift, bias = v.get("norm_input_shift"), bias_of(problem, v)
-        self.shift: Array | None = bias if shift is None else shift if bias is None else shift + bias
+        self.shift: Array | None = shift_of_input(problem, v)
         self.Wx: Array | None = matrix(v["Wx"]) if "Wx" in v else None
         self.centred: bool = self.Wx is not None and centres(problem, v)
 
     def normalise(self, x: Array, y: Array) -> Array:
-        """Write to y [G H, N] the normalised product of x [N, I] and Wx. Return the factors r [blocks, 1, N] of the
-        normalisation, 1 / sqrt(variance + eps)."""
+        """Write to y [G H, N] the normalised product of x [N, I] and Wx. Return the factors r."""
         if self.Wx is None:  # the caller passes the product as x
             y[...] = x.T
         else:
@@ -538,14 +484,12 @@ class InputNorm:
         # r is at first the variance: the sum of squares over the rows i of each block k, divided by the number of rows.
         r = np.einsum("kin,kin->kn", parts, parts)[:, None]
         r /= parts.shape[1]
-        r += self.eps
-        np.sqrt(r, r)
-        np.reciprocal(r, r)
+        to_factors(r, self.eps)
         parts *= r
         return r
 
     def divided(self, a: Array) -> Array:
-        """Return a view of a [G H, N], divided into the blocks that are normalised: [blocks, G H / blocks, N]."""
+        """Return a view of a [G H, N] by block: [blocks, G H / blocks, N]."""
         return a.reshape(self.blocks, -1, a.shape[1])
 
     def __call__(self, x: Array, out: Array) -> None:
@@ -558,9 +502,8 @@ class InputNorm:
 
     def back(self, x: Array, d: Array, products: WeightGradients) -> None:
         """Turn d [G H, N], the gradient of the norm's result for the rows x [N, I], into the gradient of the product,
-        in place. Add the terms of these rows to the gradients of scale and shift. With D = d scale and means over a
-        block, the gradient of the product is r (D - mean(D) - y mean(D y)). The caller computes the gradient of the
-        bias."""
+        in place. Add the terms of these rows to the gradients of scale and shift; the caller computes that of the bias.
+        With D = d scale and means over a block, the gradient of the product is r (D - mean(D) - y mean(D y))."""
         y = np.empty_like(d)
         r = self.normalise(x, y)
         if "norm_input_scale" in products.out:
@@ -586,18 +529,17 @@ class Factor:
     W u = W (r u).
 
     The variance is |W u|^2 / n = |R u|^2 with the triangular matrix R [K, K] for which R^T R = W^T W / n. |R u|^2 is as
-    precise as |W u|^2, while u (W^T W u) would have only half as many correct digits. `ProductNorm` is the backward
-    pass.
+    precise as |W u|^2, while u (W^T W u) would have only half as many correct digits.
     """
 
     def __init__(self, W: Array, eps: float, B: int = 1):
-        """Compute the triangular matrix R, for which R^T R = W^T W / n. W [n, K]: the weights. B: the number of columns
-        of u in a call of this object."""
+        """Compute the triangular matrix R from the weights W [n, K]. B: the number of columns of u in a call of this
+        object."""
         wide = W.astype(np.float64)
         square = wide.T @ wide  # W^T W
         # The Cholesky factor exists only if rounding does not make the matrix indefinite. `error` bounds the rounding
-        # errors of the matrix and of its Cholesky factor in float64. Four times this bound, for safety, and SMALLEST
-        # are added to the diagonal. This is far less than the rounding of W itself, which is float32.
+        # errors of the matrix and of its factor in float64. Four times this bound and SMALLEST are added to the
+        # diagonal. This is far less than the rounding of W itself, which is float32.
         error = np.finfo(np.float64).eps * sum(W.shape) * np.trace(square)
         square[np.diag_indices_from(square)] += 4 * error + SMALLEST
         try:
@@ -611,8 +553,7 @@ class Factor:
         self.tiles: Tiles = Tiles(len(square), B, W.dtype)  # repeats r, so that NumPy multiplies u by r in longer loops
 
     def __call__(self, u: Array, r: Array, out: Array) -> None:
-        """Compute the factors of the columns u [K, B]. Write them to r [1, B], and r u to `out`, which may be u
-        itself."""
+        """Write the factors of the columns u [K, B] to r [1, B], and r u to `out`, which may be u itself."""
         if u.shape[1] == 1:
             a = dot(self.R, u[:, 0])
             r[0, 0] = factor = 1 / sqrt(dot(a, a) + self.eps)
@@ -620,24 +561,18 @@ class Factor:
             return
         a = np.matmul(self.R, u, out=self.scratch)
         np.matmul(self.row, np.multiply(a, a, a), out=r)  # the variances
-        self.finish(r)
+        to_factors(r, self.wide_eps)
         if u.flags.c_contiguous and out.flags.c_contiguous:
             shape = self.tiles.shape
             np.multiply(u.reshape(shape), self.tiles(r), out.reshape(shape))
         else:
             np.multiply(u, r, out)
 
-    def finish(self, variance: Array) -> None:
-        """Turn variances into the factors, in place."""
-        np.add(variance, self.wide_eps, variance)
-        np.sqrt(variance, variance)
-        np.reciprocal(variance, variance)
-
     def of_rows(self, x: Array) -> Array:
-        """Return r [T, B], the factor of the norm, for each x [T, B, K]. The variance is |R x|^2."""
+        """Return r [T, B], the factor for each x [T, B, K]."""
         a = x.reshape(-1, x.shape[2]) @ self.R.T
         r = np.einsum("nk,nk->n", a, a)
-        self.finish(r)
+        to_factors(r, self.wide_eps)
         return r.reshape(x.shape[:2])
 
 
@@ -646,8 +581,7 @@ class NormByFactors:
     arrays `arrays`, and at each step `enter` multiplies h by a factor."""
 
     def __init__(self, problem: Problem, v: Views, norms: Array | None, rows: int):
-        """Prepare `arrays`: multiply the weights by the scales of the norms, add the shifts to the bias, and multiply x
-        by its factors. v: the arrays of the call, from `with_centred_weights`. norms [T, B, rows]: memory for the
+        """Prepare `arrays`. v: the arrays of the call, from `with_centred_weights`. norms [T, B, rows]: memory for the
         factors, or None without a backward pass. rows: the number of factors per step and item: 1 for h, and a second
         one if the input's product is normalised by factors, too."""
         (T, B, _, _, cell), eps, dtype = problem[:5], norm_options(problem).eps, v["x"].dtype
@@ -670,14 +604,14 @@ class NormByFactors:
         self.arrays: Views = arrays
 
     def enter(self, t: int, h: Array, out: Array) -> None:
-        """Write to `out` [P, B] the array that Wh multiplies at step t: h [P, B] times its factors r."""
+        """Write to `out` [P, B] the array that Wh multiplies at step t: h [P, B] times its factors."""
         self.of_h(h, self.r[t], out)
 
 
 def with_shift(v: Views, name: str, candidate: slice | None = None) -> Views:
     """Return the arrays v with the shift `name` of a normalised product added to the bias b. candidate: for the
     recurrent product of a GRU, the rows of its candidate. Their shift is added to bhn instead, because the reset gate
-    multiplies both the shift and bhn."""
+    multiplies both."""
     v = dict(v)
     if name not in v:
         return v
@@ -704,46 +638,45 @@ class ProductNorm:
     """
 
     def __init__(self, W: Array, scale: Array | None):
-        """Prepare the products. W [GH, K]: the weights. scale [GH], or None for 1."""
         self.W: Array = W
         self.scale: Array | None = scale
         self.scaled: Array = W if scale is None else W * scale[:, None]  # E = scaled^T d
         self.square: Array = W.T @ W  # [K, K]
-        # row: a product with this row sums over K and divides by GH. BLAS does this faster than np.sum.
+        # row: a product with this row sums over K and divides by GH.
         self.row: Array = np.full((1, W.shape[1]), 1 / len(W), W.dtype)
-        # A = d (r u)^T and S = (c u) u^T, summed over all columns. From them `add_gradients` computes the gradients of
-        # W and of the scale.
+        # A = d (r u)^T and S = (c u) u^T, summed over all columns.
         self.A: Array = np.zeros((len(W), W.shape[1]), W.dtype)
         self.S: Array = np.zeros_like(self.square)
 
-    def through(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
+    def through(
+        self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array, tiles: Tiles | None = None
+    ) -> None:
         """Turn E = W^T D [K, N] into the gradient of u [K, N], r E - c (W^T W u), in place. Also write c [1, N], which
         is r^2 m with m = r (u E) / GH, where u E is summed over K. square_u [K, N]: W^T W u. r [1, N]: the factors.
-        scratch [K, N]: memory that is overwritten."""
+        scratch [K, N]: memory that is overwritten. tiles: repeats rows for arrays that are all contiguous, or None."""
         np.matmul(self.row, np.multiply(u, E, scratch), out=c)  # m / r
-        np.multiply(E, r, E)
+        repeat, shape = (np.asarray, E.shape) if tiles is None else (tiles, tiles.shape)
+        E, square_u, scratch = E.reshape(shape), square_u.reshape(shape), scratch.reshape(shape)
+        np.multiply(E, repeat(r), E)
         c *= r * r * r  # c = r^2 m
-        np.subtract(E, np.multiply(square_u, c, scratch), E)
+        np.subtract(E, np.multiply(square_u, repeat(c), scratch), E)
 
     def through_column(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Do the same as `through` for one column, N = 1, in less time. Turn E = W^T D [K, 1] into the gradient of u,
-        which is r E minus c times square_u, in place. Write c [1, 1] = r^3 (u E) / GH. square_u [K, 1]: W^T W u. r [1,
-        1]. scratch [K, 1]: memory that is overwritten."""
+        """Do the same as `through` for one column, N = 1, in less time."""
         u, E, scratch, factor = u[:, 0], E[:, 0], scratch[:, 0], r.item()
         c[0, 0] = times = factor**3 / len(self.W) * float(dot(u, E))
         np.multiply(E, factor, E)
         np.subtract(E, np.multiply(square_u[:, 0], times, scratch), E)
 
     def add(self, d: Array, u: Array, r: Array, c: Array) -> None:
-        """Add the terms of some columns to the sums A = d (r u)^T and S = (c u) u^T, from which the gradients of W and
-        of the scale are computed. d [GH, N]: the gradient of the norm's result. u [N, K]: the rows that W multiplied. r
-        [N, 1]: their factors. c [N, 1]: what `through` has written."""
+        """Add the terms of some columns to A and S. d [GH, N]: the gradient of the norm's result. u [N, K]: the rows
+        that W multiplied. r [N, 1]: their factors. c [N, 1]: what `through` has written."""
         self.A += d @ (u * r)
         self.S += (u * c).T @ u
 
     def add_gradients(self, products: WeightGradients, weights: str, scale: str) -> None:
-        """Compute the gradients of W and of the scale from the sums A and S, and add them to the gradients that
-        `products` collects. weights, scale: the names of W and of the scale in the call."""
+        """Add the gradients of W and of the scale to those that `products` collects. weights, scale: their names in the
+        call."""
         if scale in products.out:
             products.add(scale, np.einsum("rk,rk->r", self.A, self.W))  # the sum of A W over K
         if weights in products.out:  # dW = scale A - W S
@@ -753,31 +686,29 @@ class ProductNorm:
 
 class RecurrentNorm:
     """The backward pass of the layer normalisation of the recurrent product, by factors: a `ProductNorm` with W = Wh
-    and u = h_in, for one direction. B: batch items, P: the width of h, N = steps x batch: the columns of a chunk."""
+    and u = h_in, for one direction. N = steps x batch: the columns of a chunk."""
 
     def __init__(self, problem: Problem, v: Views, saved: Array, chunk: int):
-        """Allocate the memory. saved [T, 1 or 2, B]: the factors r of the recurrent product and, if there is a second
-        row, of the input's product. chunk: the largest number of steps in a chunk."""
+        """Allocate the memory. saved [T, 1 or 2, B]: the factors r of the recurrent product, in the first row. chunk:
+        the largest number of steps in a chunk."""
         (_, B, _, P), dtype = problem[:4], v["x"].dtype
         self.norm: ProductNorm = ProductNorm(matrix(v["Wh"]), v.get("norm_scale"))
         self.shift: Array | None = v.get("norm_shift")
         self.r: Array = saved[:, :1]  # [T, 1, B]
         self.h: Array = np.empty((chunk, P, B), dtype)  # h_in of each step of a chunk, feature-major
         self.c: Array = np.empty((1, chunk * B), dtype)  # c = r^2 m for each column of a chunk
-        self.tiles: Tiles = Tiles(P, B, dtype)
         self.scratch: Array = np.empty((P, B), dtype)
-        # through_step: the function that turns E = Wh^T D into the gradient of h_in at one step. For B = 1 there is a
-        # faster one.
-        self.through_step: Callable[..., None] = self.through_columns if B > 1 else self.norm.through_column
+        # through_step: the function that turns E = Wh^T D into the gradient of h_in at one step.
+        by_columns = partial(self.norm.through, tiles=Tiles(P, B, dtype))
+        self.through_step: Callable[..., None] = by_columns if B > 1 else self.norm.through_column
 
     def begin_chunk(self, start: int, h_in: Array) -> None:
-        """Begin a chunk of steps: compute square_h = Wh^T Wh h_in for all of them, which the gradient of h_in needs.
-        start: the first step of the chunk. h_in [N, P]: the h that Wh multiplied, with N = steps x batch."""
+        """Begin a chunk, whose first step is `start`: compute square_h = Wh^T Wh h_in, which the gradient of h_in
+        needs. h_in [N, P]: the h that Wh multiplied."""
         P, B = self.h.shape[1:]
         self.start, self.steps = start, len(h_in) // B
-        # Compute square_h [steps, P, B]. With one batch item the rows of h_in are the steps, so one product computes
-        # all of them. With more items a product per step is needed, because the [P, B] of each step shall be
-        # contiguous.
+        # square_h is [steps, P, B]. With one batch item the rows of h_in are the steps, so one product computes all of
+        # them. With more items a product per step is needed, because the [P, B] of each step shall be contiguous.
         if B == 1:
             self.square_h: Array = (h_in @ self.norm.square)[:, :, None]
         np.copyto(self.h[: self.steps], h_in.reshape(-1, B, P).transpose(0, 2, 1))
@@ -785,8 +716,8 @@ class RecurrentNorm:
             self.square_h = self.norm.square @ self.h[: self.steps]
 
     def product(self, k: int, out: Array, h_in: Array) -> None:
-        """Write to `out` [H, N] the normalised, scaled and shifted product of one gate at the steps of the chunk. k:
-        the number of the gate. h_in [N, P]: the h that Wh multiplied."""
+        """Write to `out` [H, N] the normalised, scaled and shifted product of gate number k. h_in [N, P]: the h that Wh
+        multiplied."""
         rows = slice(k * len(out), (k + 1) * len(out))
         np.matmul(self.norm.scaled[rows], matrix(h_in).T, out=out)
         out *= self.r_of_chunk()
@@ -799,21 +730,9 @@ class RecurrentNorm:
 
     def through(self, t: int, columns: slice, dh: Array) -> None:
         """Turn `dh` [P, B] into the gradient of h_in at step t, in place. At first `dh` is (scale Wh)^T d, where d is
-        the gradient of the norm's result. columns: the columns of this step among those of the chunk."""
+        the gradient of the norm's result. columns: the columns of this step in the chunk."""
         k = t - self.start  # the number of the step in the chunk
         self.through_step(self.h[k], self.square_h[k], self.r[t], dh, self.c[:, columns], self.scratch)
-
-    def through_columns(self, u: Array, square_u: Array, r: Array, E: Array, c: Array, scratch: Array) -> None:
-        """Do the same as `ProductNorm.through` at one step, for contiguous arrays in less time: turn E = Wh^T D [P, B]
-        into the gradient of u = h_in, r E - c square_u, in place, and write c = r^3 (u E) / GH [1, B], with GH rows of
-        Wh. square_u: Wh^T Wh u. All arrays [P, B] are viewed as [P / 8, 8 B]; `tiles` repeats a row to this width."""
-        tiles, shape = self.tiles, self.tiles.shape
-        np.matmul(self.norm.row, np.multiply(u, E, scratch), out=c)  # (u E) / GH, summed over P
-        wide = E.reshape(shape)
-        np.multiply(wide, tiles(r), wide)
-        c *= r * r * r
-        scratch = scratch.reshape(shape)
-        np.subtract(wide, np.multiply(square_u.reshape(shape), tiles(c), scratch), wide)
 
     def end_chunk(self, dz: Array, h_in: Array, products: WeightGradients) -> None:
         """Add the terms of a chunk to the gradients of Wh, scale and shift. dz [GH, N]: the gradients of the norm's
@@ -823,16 +742,14 @@ class RecurrentNorm:
         products.accumulate("norm_shift", dz, np.ones(N, dz.dtype))  # the product with ones is the sum over the columns
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of Wh and of the scale to the gradients that `products` collects."""
         self.norm.add_gradients(products, "Wh", "norm_scale")
 
 
 class InputProductNorm:
     """The backward pass of the layer normalisation of the input's product, by factors: a `ProductNorm` with W = Wx and
-    u = x."""
+    u = x. saved [T, 2, B]: the factors r of the recurrent product and of the input's product."""
 
     def __init__(self, v: Views, saved: Array):
-        """Prepare the products. saved [T, 2, B]: the factors r of the recurrent product and of the input's product."""
         self.norm: ProductNorm = ProductNorm(matrix(v["Wx"]), v.get("norm_input_scale"))
         self.r: Array = saved[:, 1]
 
@@ -840,8 +757,8 @@ class InputProductNorm:
         """Write the gradient of x for the steps from `start` to `stop`, and add the terms of these steps to the
         gradients of Wx, scale and shift. x [N, I]: the input of these steps. d [GH, N]: the gradient of the norm's
         result."""
-        # E = (scale Wx)^T d has one row per step and item, [N, I]. `through` turns it into the gradient of x. It takes
-        # columns, so it gets transposed views. r, c [1, N]: see `ProductNorm`.
+        # E = (scale Wx)^T d [N, I], which `through` turns into the gradient of x. `through` takes columns: transposed
+        # views.
         E, r, c = d.T @ self.norm.scaled, self.r[start:stop].reshape(1, -1), np.empty((1, len(x)), x.dtype)
         x = matrix(x)
         self.norm.through(x.T, self.norm.square @ x.T, r, E.T, c, np.empty_like(E).T)
@@ -850,7 +767,6 @@ class InputProductNorm:
         products.accumulate("norm_input_shift", d, np.ones(d.shape[1], d.dtype))  # the sum of d over its columns
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of Wx and of the scale to the gradients that `products` collects."""
         self.norm.add_gradients(products, "Wx", "norm_input_scale")
 
 
@@ -873,34 +789,31 @@ class NormBackward:
         N]: memory for the gradients of the input's part at the steps of a chunk. other: the numbers of the gates whose
         input part and recurrent part have different gradients, such as a GRU's candidate."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
-        # self.saved [T, G H + blocks, B]: y and r of all steps.
         self.norm, self.saved, self.dz, rows = norm, saved, dz, len(dz)
-        # dp: the gradients of the recurrent product at the steps of a chunk. If the sum is normalised, they are also
-        # those of the input's part, `dz`. d: the gradient of the norm's result at one step.
+        # dp: the gradients of the recurrent product at the steps of a chunk; if the sum is normalised, also those of
+        # the input's part. d: the gradient of the norm's result at one step.
         self.dp: Array = dz if norm_options(problem).of == "sum" else columns_buffer(rows, dz.shape[1], B, dtype)
         self.d: Array = np.zeros((rows, B), dtype)
         # of_input: the norm of the input's product, if each step computes it. Then `dz` gets the gradients of this
         # product.
         self.of_input: InputNormOfSteps | None = of_input if isinstance(of_input, InputNormOfSteps) else None
-        # A GRU's bhn is added after the norm, like the shift. So the gradient of the shift contains the gradient of
-        # bhn.
+        # A GRU's bhn is added after the norm, like the shift, so the gradient of the shift contains that of bhn.
         has_shift = bool({"norm_shift", "bhn"} & v.keys())
         norm.prepare_backward(scaled=self.d, scale="norm_scale" in v, shift=has_shift)
         self.ended: Array | None = None  # the indices of the batch items that have ended before this step, or None
         if self.of_input is not None:
-            self.of_input.norm.share_scratch(norm)  # so that the CPU's cache holds fewer arrays
+            self.of_input.norm.use_scratch(norm.scratch)  # so that the CPU's cache holds fewer arrays
         self.candidate: slice = cell.block("n", problem.H) if "bhn" in v else slice(0)  # the rows of a GRU's candidate
-        # dx: the gradients of the input's part of the gates in `other`, which a step writes. self.other: for each of
-        # these gates its rows in `d` and its part of `dx`. Only a step that computes the norm of the input's product
-        # uses both.
+        # dx: the gradients of the input's part of the gates in `other`. self.other: for each of them its rows in `d`
+        # and its part of `dx`. Only a step that computes the norm of the input's product uses both.
         self.dx: Array = np.empty((len(other) * H, B), dtype)
         self.other: list[tuple[slice, Array]] = [
             (slice(k * H, (k + 1) * H), self.dx[row * H : (row + 1) * H]) for row, k in enumerate(other)
         ]
 
     def product(self, k: int, out: Array, start: int) -> None:
-        """Write to `out` [H, N] the normalised, scaled and shifted product of gate k at the steps from `start` on,
-        computed from the normalised numbers y that the forward pass saved. N = steps x batch."""
+        """Write to `out` [H, N] the normalised, scaled and shifted product of gate number k at the steps from `start`
+        on, from the normalised numbers y that the forward pass saved. N = steps x batch."""
         norm, rows, B = self.norm, slice(k * len(out), (k + 1) * len(out)), self.saved.shape[2]
         for t in range(out.shape[1] // B):
             result = self.saved[start + t, rows]
@@ -908,9 +821,8 @@ class NormBackward:
             out[:, t * B : (t + 1) * B] = result if norm.shift is None else result + norm.shift[rows]
 
     def through(self, t: int, columns: slice) -> Array:
-        """Compute the gradient of the recurrent product at step t from `self.d`, the gradient of the norm's result.
-        Write it to `self.dp` and return it. Also write the gradient of the input's part to `self.dz`. columns: the
-        columns of this step in the arrays of the chunk."""
+        """Compute the gradient of the recurrent product at step t from `self.d`. Write it to `self.dp` and return it.
+        Also write the gradient of the input's part to `self.dz`. columns: the columns of this step in the chunk."""
         dp = self.dp[:, columns]
         if self.ended is not None:  # set the gradients of items that have ended to 0, because they may be NaN
             self.d[:, self.ended] = self.dx[:, self.ended] = 0
@@ -926,12 +838,9 @@ class NormBackward:
         return dp
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Sum the gradients of scale and shift over the batch, and add them to the gradients that `products`
-        collects."""
+        """Add the gradients of scale, shift and bhn, summed over the batch, to those that `products` collects."""
         self.norm.add_gradients(products, "norm_scale", "norm_shift")
         # Usually `StepBackward.end_chunk` computes the gradient of bhn as the sum of `dz`. But if each step computes
         # the norm of the input's product, `dz` has other gradients. Then the sum of `d` is used, which is `dshift`.
-        if self.of_input is not None:
-            self.of_input.add_gradients(products)
-            if self.norm.dshift is not None and "bhn" in products.out:
-                products.add("bhn", self.norm.dshift[self.candidate].sum(axis=1))
+        if self.of_input is not None and self.norm.dshift is not None and "bhn" in products.out:
+            products.add("bhn", self.norm.dshift[self.candidate].sum(axis=1))

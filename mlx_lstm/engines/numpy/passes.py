@@ -27,13 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import Problem
-from .norms import InputNorm, InputProductNorm, NormBackward, NormOfC, RecurrentNorm, by_factors, with_centred_weights
+from ..problem import SEQUENCES, Problem
+from .norms import InputNorm, InputProductNorm, by_factors, with_centred_weights
 from .products import FEATURE_MAJOR, Array, Views, WeightGradients, matrix
 from .steps import Step, StepBackward, steps_of
-
-SEQUENCES = ("h", "c", "gates")
-"""The outputs that have one row per step."""
 
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
@@ -44,7 +41,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     the columns of one item do not affect the columns of others. Afterwards the outputs at these steps are overwritten
     by 0.
     """
-    dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
+    dtype, (T, B), keep, mask = v["x"].dtype, problem[:2], v.get("keep"), step_mask(v, problem)
     step = Step(problem, v, mask, out.get("norms"))
     # enter(t, h, out): writes to `out` the array that Wh multiplies at step t, such as mask * h; None: Wh multiplies h
     # itself. buffers: the arrays of h, which consecutive steps use in turn. block: the number of steps whose products
@@ -54,10 +51,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     h, (gates, norms) = out["h"], [out[n].transpose(FEATURE_MAJOR) if n in out else None for n in ("gates", "norms")]
     if step.by_factors:  # the norm is a factor on h, which `enter` computes and saves
         norms = None
-    if "c" in out:  # c [T, carried H, B]: the states besides h, one block of H rows each
-        c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
-    else:  # an empty c, so that the loop below serves every cell
-        c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
+    # c [T, carried H, B]: the states besides h, one block of H rows each. It is empty for a cell without such a state.
+    c = out["c"].transpose(FEATURE_MAJOR) if "c" in out else np.empty((T, 0, B), dtype)
+    c_prev = first_state(v, "c0", (c.shape[1], B), dtype)
     c_times_keep = np.empty(c.shape[1:], dtype)
     times, onwards = range(ends.longest), 1
     if problem.reverse:
@@ -124,13 +120,11 @@ class BackwardSweep:
     """
 
     def __init__(self, problem: Problem, products: WeightGradients, v: Views, saved: Views, dv: Views):
-        """Prepare the backward pass of one direction. products: an object that sums the weight gradients; its `out` is
-        the memory of all gradients. v: the arrays of the call by name. saved: the outputs h, c, gates and norms of the
-        forward pass. dv: the cotangents of some outputs by name."""
+        """Prepare the backward pass of one direction. saved: the outputs h, c, gates and norms of the forward pass."""
         dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
         if problem.cell.norm is not None:
-            # rows: how many numbers the norms saved per step and item. By this number `by_factors` knows by which of
-            # two methods the forward pass computed the norms. The backward pass needs the same method and weights.
+            # rows: how many numbers the norms saved per step and item, by which `by_factors` knows their method. The
+            # backward pass needs the same method and weights.
             rows = saved["norms"].shape[2] if "norms" in saved else 0
             v = with_centred_weights(problem, v, by_factors(problem, rows))
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
@@ -141,8 +135,8 @@ class BackwardSweep:
         self.products: WeightGradients = products
         self.out: Views = products.out
         has_c = "c" in saved
-        # c_at(t): c after step t, [carried H, B]: the states besides h, one block of H rows each. c0: the c before the
-        # first step. dh, dc: at first the cotangents of hT and cT.
+        # c_at(t): c after step t, [carried H, B]: the states besides h, one block of H rows each. dh, dc: at first the
+        # cotangents of hT and cT.
         self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
         self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
@@ -170,10 +164,8 @@ class BackwardSweep:
         for name, d_state in (("h0", self.dh), ("c0", self.dc)):
             if name in out:
                 out[name][...] = d_state.T
-        # Two kinds of norms of the input's product are left out: an `InputNorm` has added its gradients after each
-        # chunk, and a `NormBackward` adds those of its `InputNormOfSteps`.
         for norm in (self.step.norm, self.step.norm_of_c, self.step.of_input):
-            if isinstance(norm, NormBackward | RecurrentNorm | NormOfC | InputProductNorm):
+            if norm is not None and not isinstance(norm, InputNorm):  # which has added its gradients after each chunk
                 norm.add_gradients(self.products)
         # params: the name of the array with numbers per unit, "peephole" or "params". Sum its gradient over the batch.
         if (params := self.problem.cell.params) in out:
@@ -237,7 +229,7 @@ class BackwardSweep:
 
     def add_products(self, start: int, stop: int, h_in: Array) -> None:
         """Compute the gradient of x for the steps from `start` to `stop`, and add the terms of these steps to the
-        gradients of the weights. h_in [steps * B, P]: the h that Wh multiplied at these steps."""
+        gradients of the weights. h_in [steps * B, P]: the h that Wh multiplied."""
         n = (stop - start) * self.problem.B
         dz, x = self.step.dz[:, :n], None  # dz [GH, n]: the gradients of the preactivations
         of_input = self.step.of_input
@@ -246,8 +238,8 @@ class BackwardSweep:
         if "Wx" in self.out or "Wx" in self.products.factors or isinstance(of_input, InputNorm | InputProductNorm):
             x = self.inputs(start, stop)
         self.step.end_chunk(self.products, h_in)
-        # The gradient of b is the sum of dz over its columns, computed as a product with ones. If a norm runs at every
-        # step (`input_by_step`), the norm computes this gradient.
+        # The gradient of b is the sum of dz over its columns, computed as a product with ones. A norm that runs at
+        # every step (`input_by_step`) computes it itself.
         if not self.step.input_by_step:
             self.products.accumulate("b", dz, np.ones(n, dz.dtype))
         if isinstance(of_input, InputProductNorm) and x is not None:
@@ -264,8 +256,8 @@ class BackwardSweep:
         return self.without_padding(self.v["x"], start, stop).reshape((stop - start) * self.problem.B, -1)
 
     def through_mask(self, t: int, mask: Array, h_prev: Array) -> None:
-        """Turn self.dh [P, B], the gradient of mask * h_prev, into the gradient of h_prev, and add the term of step t
-        to the gradient of the mask. mask, h_prev [B, P]."""
+        """Turn self.dh [P, B], the gradient of mask * h_prev, into that of h_prev, and add the term of step t to the
+        gradient of the mask. mask, h_prev [B, P]."""
         # The gradient of a mask that differs from step to step has a row per step. Any other mask has one gradient, to
         # which every step adds its term.
         dmask = self.out["mask"]
@@ -273,12 +265,9 @@ class BackwardSweep:
         self.dh *= mask.T
 
     def through_keep(self, t: int, keep: Array, h_before: Array, c_before: Array | None) -> None:
-        """Compute the backward pass of the option `keep`, a factor on the states before a step.
-
-        At first dh and dc are the gradients of keep * h and keep * c. Write step t of the gradient of `keep`. Then
-        multiply dh and dc by keep, so that they become the gradients of h and c. keep [1, B]: the factor at step t.
-        h_before [B, P], c_before [H, B]: the states before they are multiplied by it.
-        """
+        """Write step t of the gradient of the option `keep`, a factor on the states before a step. Then turn dh and dc,
+        the gradients of keep * h and keep * c, into those of h and c. keep [1, B]: the factor at step t. h_before [B,
+        P], c_before [H, B]: the states before they are multiplied by it."""
         terms = (self.dh * h_before.T).sum(axis=0)
         if c_before is not None:
             terms += (self.dc * c_before).sum(axis=0)
@@ -333,8 +322,8 @@ class BackwardSweep:
 
 
 class Ends:
-    """The lengths of the batch items: lengths [B], the shortest and the longest. Before step `shortest` no item has
-    ended; at step `longest` all items have ended."""
+    """The lengths of the batch items [B], the shortest and the longest. Before step `shortest` no item has ended; at
+    step `longest` all items have ended."""
 
     def __init__(self, problem: Problem, v: Views):
         T, given = problem.T, v.get("lengths")
@@ -362,8 +351,8 @@ def step_mask(v: Views, problem: Problem) -> Array | None:
 
 
 def add_unbroadcast(term: Array, total: Array) -> None:
-    """Add `term` [B, P] to `total`, the gradient of an array that a step broadcasts to [B, P] (B batch items, P the
-    width of h). Where the array was broadcast along an axis, the term is first summed over this axis."""
+    """Add `term` [B, P] to `total`, the gradient of an array that a step broadcasts to [B, P]. Where the array was
+    broadcast along an axis, the term is first summed over this axis."""
     lead = total.ndim - 2  # how many axes `total` has before the last two; if negative, how many axes it lacks
     shape = total.shape[lead:] if lead > 0 else (1,) * -lead + total.shape
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1)  # the axes along which it was broadcast

@@ -65,9 +65,9 @@ would take too long. A stream runs steps that arrive one at a time."""
 
 def matrix(a: Array) -> Array:
     """Return `a` itself if one of its last two axes is contiguous, so that BLAS can read it. Otherwise return a
-    contiguous copy, because NumPy would use a slow loop instead of BLAS."""
-    # rows, columns: the bytes from one row to the next, and from one column to the next. The distance must be at least
-    # a whole row or column: BLAS cannot read rows or columns that overlap, as those of a broadcast array do.
+    contiguous copy, because NumPy would use a slow loop."""
+    # rows, columns: the bytes from one row or column to the next. The distance must be at least a whole row or column:
+    # BLAS cannot read rows or columns that overlap, as those of a broadcast array do.
     rows, columns = a.strides[-2:]
     size = a.itemsize
     fits = (columns == size and rows >= size * a.shape[-1]) or (rows == size and columns >= size * a.shape[-2])
@@ -78,7 +78,6 @@ def transposed(weights: Array, problem: Problem) -> Array:
     """Return the transpose of `weights` [GH, P] for a product at every step (G gates, H hidden units, P the width of
     h). It is a contiguous copy, with which BLAS runs up to a tenth faster, if the batch is wide, the matrix is small,
     and T * B >= 2 P, so that the products save more time than the copy takes. Otherwise it is a view."""
-    # often: whether the matrix multiplies so many rows (steps x batch) of a wide batch that the copy saves time.
     often = problem.B >= WIDE_BATCH and 2 * weights.shape[1] <= problem.T * problem.B
     return np.ascontiguousarray(weights.T) if often and weights.size <= TRANSPOSED_NUMBERS else matrix(weights).T
 
@@ -104,11 +103,11 @@ def input_products(
 ) -> "JoinedProduct | SeparateProducts":
     """Return an object that computes x Wx^T + h Wh^T at each step: a `JoinedProduct` or a `SeparateProducts`, the
     faster one. copies_h: whether the product reads another array than h itself, such as mask * h. negatable: the gates
-    of which the step reads z only as exp(-z); `JoinedProduct` negates their weights, so that the product is -z.
+    of which the step reads z only as exp(-z); a `JoinedProduct` negates their weights.
 
-    A `JoinedProduct` copies both weights into one matrix when it is created, and multiplies by this matrix at each
-    step. It is returned in two cases: if steps arrive one at a time (`streamed`); or if the batch is wide, the matrix
-    is not too large, and there are so many rows (steps x batch) that the products save more time than the copy takes.
+    A `JoinedProduct` copies both weights into one matrix when it is created. It is returned in two cases: if steps
+    arrive one at a time (`streamed`); or if the batch is wide, the matrix is not too large, and there are so many rows
+    (steps x batch) that the products save more time than the copy takes.
     """
     T, B = problem[:2]
     if streamed:
@@ -157,13 +156,11 @@ def in_blocks(weights: Array, B: int, streamed: bool = False) -> Array:
 
 
 def transposed_product(Wh: Array, problem: Problem) -> Callable[[Array, Array], Any]:
-    """Return the function multiply(dz, out), which every step of the backward pass calls with dz [GH, B], the gradient
-    of the preactivations. It writes Wh^T @ dz, the gradient of the h that Wh [GH, P] multiplied, to `out` [P, B], for B
-    batch items, G gates, H units and h of width P.
+    """Return the function multiply(dz, out), which every step of the backward pass calls with dz [GH, B]. It writes
+    Wh^T @ dz, the gradient of the h that Wh [GH, P] multiplied, to `out` [P, B].
 
     For a narrow batch (`NARROW_BATCH`) the rows of a large Wh are divided into blocks, because BLAS would copy the
-    whole matrix at every step, which takes longer than the product. Each block gives one term of the product, and the
-    terms are added.
+    whole matrix at every step, which takes longer than the product. The products of all blocks are added.
     """
     blocks = in_blocks(Wh, problem.B)
     if blocks.ndim < 3:  # Wh is not divided
@@ -197,9 +194,9 @@ class SeparateProducts:
     """The letters of the gates whose rows of `weights` are negated: none. A `JoinedProduct` may have some."""
 
     def __init__(self, problem: Problem, v: Views, copies_h: bool, norm: Any = None):
-        """Copy or view Wx and Wh, and allocate the buffers for h and for the products of a block of steps. copies_h:
-        whether Wh multiplies another array than h itself, such as mask * h. norm: None, or an `InputNorm` or
-        `InputNormOfSteps`, which then computes the input's part with the bias."""
+        """Copy or view Wx and Wh, and allocate the buffers. copies_h: whether Wh multiplies another array than h
+        itself, such as mask * h. norm: None, or an `InputNorm` or `InputNormOfSteps`, which then computes the input's
+        part with the bias."""
         dtype, (T, B, H, P), cell = v["x"].dtype, problem[:4], problem.cell
         rows = cell.gates * H
         self.order: str = cell.gate_order  # the order of the gates' rows in `weights`
@@ -212,13 +209,9 @@ class SeparateProducts:
         self.by_step: bool = norm is not None and B >= WIDE_BATCH  # whether the norm is an `InputNormOfSteps`
         # block: for how many steps one call of `load` computes the input's part. It is 1 without a product, or if the
         # norm takes one step at a time. For a wide batch the results of a block stay in the CPU's cache (AHEAD_ROWS).
-        # Otherwise a block has as many steps as a product of the backward pass.
+        self.block: int = chunk_steps(problem) if B < WIDE_BATCH else min(T, max(1, AHEAD_ROWS // B))
         if (Wx is None and norm is None) or self.by_step:
-            self.block: int = 1
-        elif B >= WIDE_BATCH:
-            self.block = min(T, max(1, AHEAD_ROWS // B))
-        else:
-            self.block = chunk_steps(problem)
+            self.block = 1
         # For many rows of a wide batch append the bias to Wx as one more column, and ones to x. So the product includes
         # the bias, which saves a pass over the preactivations. For fewer rows copying Wx would cost more time.
         self.padded: Array | None = None  # [block, B, I + 1]: x with a column of ones
@@ -231,17 +224,15 @@ class SeparateProducts:
             self.ahead: Array = columns_buffer(rows, self.block * B, B, dtype)  # the input parts of a block of steps
         elif bias is not None:
             self.bias, self.ahead = np.repeat(bias[:, None], B, axis=1), np.empty((rows, B), dtype)
-        # h_buffers: one for h before a step and one for h after it. They swap their roles at every step.
+        # h_buffers: h before a step and after it, in turn.
         self.h_buffers: list[Array] = [np.empty((P, B), dtype) for _ in range(2)]
-        # h_rows: if `copies_h`, one more array. One is enough for all steps, because only the step that writes it reads
-        # it.
+        # h_rows: if `copies_h`, one more array, which only the step that writes it reads.
         self.h_rows: list[Array] = 2 * [np.empty((P, B), dtype)] if copies_h else self.h_buffers
         self.operands: list[Array] = self.h_rows
 
     def load(self, start: int) -> Array:
         """Return the input's part of the preactivations [GH, n B], bias included, for the block of n steps that begins
-        at `start`. It is the normalised product of one step or of the block; or x itself, if there is no Wx; or Wx
-        x."""
+        at `start`."""
         if self.by_step:
             return self.norm(self.x[start])
         if self.norm is not None:
@@ -272,14 +263,14 @@ class JoinedProduct:
     """
 
     def __init__(self, problem: Problem, v: Views, copies_h: bool, negated: str):
-        """Copy Wx, the bias and Wh into one matrix [Wx b Wh]. Allocate for each step of a block the operand that this
-        matrix multiplies: an array [x; 1; h], with x in its first rows, then a row of ones, then h. copies_h: whether
-        Wh multiplies another array than h itself, such as mask * h. negated: the letters of the gates whose rows of the
-        matrix are negated, so that the product is -z, because the step computes 1 + exp(-z)."""
+        """Copy Wx, the bias and Wh into one matrix [Wx b Wh], and allocate the operand [x; 1; h] for each step of a
+        block. copies_h: whether Wh multiplies another array than h itself, such as mask * h. negated: the letters of
+        the gates whose rows of the matrix are negated, so that the product is -z, because the step computes 1 +
+        exp(-z)."""
         (T, B, H, P), cell, Wx, bias = problem[:4], problem.cell, v["Wx"], bias_of(problem, v)
         self.negated: str = negated
-        # order: the letters of the gates in the order of the rows of `weights`. The gates in `negated` come first, so
-        # that they are contiguous in z.
+        # order: the gates in the order of the rows of `weights`. Those in `negated` come first, so that they are
+        # contiguous in z.
         self.order: str = "".join(sorted(cell.gate_order, key=lambda gate: gate not in negated))
         self.weights: Array = np.empty((len(Wx), Wx.shape[1] + (bias is not None) + P), Wx.dtype)
         for n, gate in enumerate(self.order):
@@ -300,16 +291,15 @@ class JoinedProduct:
         self.h_buffers: list[Array] = [np.empty((P, B), Wx.dtype) for _ in range(2)] if copies_h else self.h_rows
 
     def load(self, start: int) -> None:
-        """Copy x of the block of steps that begins at `start` into the first rows of these steps' operands [x; 1; h].
-        Return None instead of the input's part of the preactivations: the product of each step includes it already."""
+        """Copy x of the block of steps that begins at `start` into these steps' operands [x; 1; h]. Return None instead
+        of the input's part of the preactivations, which the product of each step includes."""
         x = self.x[start : start + self.block]
         np.copyto(self.x_rows[: len(x)], x.transpose(0, 2, 1))
 
 
 def bias_of(problem: Problem, v: Views) -> Array | None:
-    """Return the bias [GH] with an LSTM's forget bias added, or None if the call has neither. If the cell normalises
-    the sum of the input's part and the recurrent product, the forget bias is not added here, because it follows the
-    norm."""
+    """Return the bias [GH] with an LSTM's forget bias added, or None if the call has neither. If the sum is normalised,
+    the forget bias is not added here, because it follows the norm."""
     cell, H = problem.cell, problem.H
     forget_bias = cell.forget_bias
     if not forget_bias or (cell.norm is not None and cell.norm.of == "sum"):
@@ -346,25 +336,22 @@ class WeightGradients:
     matrix product over its steps and batch items."""
 
     def __init__(self, out: Views, written: set[int], factored: Sequence[str] = ()):
-        """Prepare the gradients of one direction.
-
-        out: the memory of the requested gradients. written: the first steps of the chunks for which the gradient of x
-        is written already. Both directions share this set, so that the second direction adds its gradient to that of
-        the first. factored: the names of weights whose gradient is returned as a pair of matrices instead of their
-        product; the call then has one step.
-        """
+        """Prepare the gradients of one direction. out: the memory of the requested gradients. written: the first steps
+        of the chunks for which the gradient of x is written already. Both directions share this set, so that the second
+        direction adds its gradient to that of the first. factored: the names of weights whose gradient is returned as a
+        pair of matrices instead of their product; the call then has one step."""
         self.out: Views = out
         self.written: set[int] = written
-        # factors: {name: {first row of a block: (left [n, rows of the block], right [n, columns])}}, for n batch items.
-        # Each block of rows of the gradient is left^T right.
+        # factors: {name: {first row of a block: (left [n, rows of the block], right [n, columns])}} for n batch items,
+        # with left^T right as the block of rows of the gradient.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
         self.left: Array | None = None  # the latest left factor, which the next gradient may have, too
         self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of each block that has been written
 
     def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:
-        """Add left @ right to these rows of the gradient `name`, if this gradient is requested. The first chunk writes
-        its product, later chunks add theirs. left [rows, n], right [n, columns]. If the gradient is returned as two
-        factors, store both factors instead; such a call has a single chunk."""
+        """Add left [rows, n] @ right [n, columns] to these rows of the gradient `name`, if this gradient is requested.
+        The first chunk writes its product. If the gradient is returned as two factors, store both instead; such a call
+        has a single chunk."""
         if name in self.factors:
             left = np.array(left.T, order="C")  # a copy: `left` is dz, which `StepBackward.end_chunk` overwrites
             # The gradients of Wx and Wh usually have the same left factor, dz, which is then stored once.
@@ -383,15 +370,13 @@ class WeightGradients:
 
     def of_segment(self, own: Views) -> "WeightGradients":
         """Return an object that adds the weight gradients of a segment (some steps of some batch items) to those of
-        `self`: both write to the same memory. own: memory for the gradients that belong to the segment alone, such as
-        that of x."""
+        `self`. own: memory for the gradients that belong to the segment alone, such as that of x."""
         part = WeightGradients(self.out | own, written=set())  # the segment's own gradient of x is not written yet
         part.begun = self.begun
         return part
 
     def add(self, name: str, term: Array) -> None:
-        """Add a term to the gradient `name`, which has the shape of the gradient. The first term is written to the
-        gradient's memory."""
+        """Add a term of its shape to the gradient `name`. The first term is written to the gradient's memory."""
         if (name, None) in self.begun:  # None: the gradient as a whole, not a block of its rows
             self.out[name] += term
         else:
@@ -411,21 +396,16 @@ class WeightGradients:
         """Write the gradient of x for the steps from `start` to `stop`, if this gradient is requested. dz [GH, n]: the
         gradient of the preactivations of G gates with H units each, with n = steps x batch.
 
-        With Wx the gradient is dz^T Wx. Both directions then read the same x, so the direction that runs second adds
-        its gradient to the one that is written already. Without Wx the caller passes the product as x: each direction
-        has its own part of x, and the gradient of this part is dz.
+        With Wx the gradient is dz^T Wx. Without Wx the caller passes the product as x: each direction has its own part
+        of x, and the gradient of this part is dz.
         """
         if "x" not in self.out:
             return
         dx = self.out["x"][start:stop]
         if Wx is None:
             dx[...] = dz.T.reshape(dx.shape)
-            return
-        Wx = matrix(Wx)
-        if start in self.written:
-            dx += np.matmul(dz.T, Wx).reshape(dx.shape)
-        elif dx.flags.c_contiguous:
-            np.matmul(dz.T, Wx, out=dx.reshape(dz.shape[1], -1))
+        elif start not in self.written and dx.flags.c_contiguous:
+            np.matmul(dz.T, matrix(Wx), out=dx.reshape(dz.shape[1], -1))
+            self.written.add(start)
         else:
-            dx[...] = np.matmul(dz.T, Wx).reshape(dx.shape)
-        self.written.add(start)
+            self.add_input(start, stop, np.matmul(dz.T, matrix(Wx)))

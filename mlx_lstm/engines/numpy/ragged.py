@@ -48,8 +48,8 @@ class Segment(NamedTuple):
         return sequence[self.start : self.stop][:, self.items]
 
     def of_features(self, sequence: Array) -> Array:
-        """Return the part of a sequence [T, B, .] that belongs to this segment. The sequence is feature-major in
-        memory, and so is the result: each step is contiguous as [., B]."""
+        """Do the same as `of_steps` for a sequence that is feature-major in memory. In the result, too, each step is
+        contiguous as [., B]."""
         steps = sequence[self.start : self.stop].transpose(FEATURE_MAJOR)
         if isinstance(self.items, slice):
             return steps[:, :, self.items].transpose(FEATURE_MAJOR)
@@ -57,8 +57,7 @@ class Segment(NamedTuple):
 
     def write(self, sequence: Array, part: Array) -> None:
         """Write `part`, the results of this segment, into its place in a sequence [T, B, .]. If the sequence is
-        feature-major in memory, both arrays are first transposed to [T, ., B], so that NumPy writes it in the order of
-        its memory."""
+        feature-major in memory, NumPy writes it in the order of its memory."""
         target, source = sequence[self.start : self.stop], part
         if target.strides[1] < target.strides[2]:  # feature-major: two items are closer than two features
             target.transpose(FEATURE_MAJOR)[:, :, self.items] = source.transpose(FEATURE_MAJOR)
@@ -82,9 +81,8 @@ def segments(problem: Problem, v: Views) -> list[Segment]:
     T, B = problem[:2]
     if T == 1:
         return []
-    # A longer segment wastes more time on items that have ended within it. But each segment costs as much as one or two
-    # steps more, because its arrays are copied. The sum of both costs is smallest near sqrt(T) steps. A new segment
-    # must also have at least `enough` items less than the segment before: 4, or an eighth of a small batch.
+    # A longer segment wastes more time on items that have ended within it, but each segment costs as much as one or two
+    # steps more, because its arrays are copied. The sum of both costs is smallest near sqrt(T) steps.
     shortest, enough = isqrt(T), min(ENDED, B / 8)
     lengths, found, start = v["lengths"], [], 0
     live = np.flatnonzero(lengths > 0)  # the items of the current segment
@@ -118,6 +116,14 @@ def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem,
     return problem._replace(T=stop - start, B=len(part["lengths"])), part
 
 
+def states_of(problem: Problem, v: Views, end: str, dtype: np.dtype, has_c: bool) -> Views:
+    """Return {"h": [B, P]} and, if `has_c`, {"c": [B, C H]} with the C states besides h: copies of the arrays of v with
+    these names plus `end`, such as h0 and c0, or zeros."""
+    widths = {"h": problem.P, "c": problem.cell.carried * problem.H} if has_c else {"h": problem.P}
+    zeros = {name: np.zeros((problem.B, width), dtype) for name, width in widths.items()}
+    return {name: np.array(v.get(name + end, zero)) for name, zero in zeros.items()}
+
+
 def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: Views, hidden: list[Views]) -> None:
     """Run one direction forward, one segment after the other, and write the outputs for which `out` has memory. This
     memory must contain zeros, which remain at the steps after an item's end.
@@ -125,15 +131,11 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
     hidden: for each segment a dict with the memory for results that only the backward pass reads, such as gates [steps,
     items, GH].
     """
-    (_, B, H, P), dtype, cell = problem[:4], v["x"].dtype, problem.cell
-    # states: the current states of all items. Each segment reads and replaces the states of its own items. c has
-    # `carried` blocks of H numbers (the states besides h), gates have `kept` blocks.
-    widths = {"h": P, "c": cell.carried * H} if "c" in out else {"h": P}
-    states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
-    for name, state in states.items():
-        if f"{name}0" in v:
-            state[...] = v[f"{name}0"]
-    # one: the problem of a segment. own: its arrays, with the current states of its items as h0 and c0.
+    (_, _, H, P), dtype, cell = problem[:4], v["x"].dtype, problem.cell
+    # states: the current states of all items. Each segment reads and replaces the states of its own items.
+    states = states_of(problem, v, "0", dtype, has_c="c" in out)
+    # one: the problem of a segment. own: its arrays, with the current states of its items as h0 and c0. c has `carried`
+    # blocks of H numbers (the states besides h), gates have `kept` blocks.
     order = range(len(parts))
     for n in reversed(order) if problem.reverse else order:
         segment = parts[n]
@@ -144,7 +146,7 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
             if name in out:
                 results[name] = np.empty((one.T, width, one.B), dtype).transpose(FEATURE_MAJOR)
         results |= hidden[n]
-        results |= {f"{name}T": np.empty((one.B, width), dtype) for name, width in widths.items()}
+        results |= {f"{name}T": np.empty((one.B, state.shape[1]), dtype) for name, state in states.items()}
         sweep_forward(one, own, results)
         for name, state in states.items():
             state[segment.items] = results[f"{name}T"]
@@ -170,15 +172,9 @@ def backward_in_segments(
     products: sums the gradients of the weights. saved: the outputs of the forward pass. hidden: for each segment a dict
     of what the forward pass saved for it alone, such as gates.
     """
-    (_, B, H, P), out, dtype = problem[:4], products.out, v["x"].dtype
-    # c has `carried` blocks of H numbers, the states besides h.
-    widths = {"h": P, "c": problem.cell.carried * H} if "c" in saved else {"h": P}
-    d_states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
-    for name, d_state in d_states.items():
-        if f"{name}T" in dv:
-            d_state[...] = dv[f"{name}T"]
-    # With a wide batch the steps read Wh fastest if Wh^T is contiguous. So copy Wh^T once for all segments;
-    # ordered["Wh"] is its transpose, with the shape of Wh.
+    out, dtype = products.out, v["x"].dtype
+    d_states = states_of(problem, dv, "T", dtype, has_c="c" in saved)
+    # With a wide batch the steps read Wh fastest if Wh^T is contiguous. So copy it once for all segments.
     ordered = {"Wh": transposed(v["Wh"], problem).T} if "Wh" in v else {}
     adds = "Wx" in v and bool(products.written)  # whether the other direction has written its gradient of x already
     # d_states: the gradients of the current states of all items. A segment reads those of its items as cotangents of
@@ -197,10 +193,10 @@ def backward_in_segments(
         own_out = {name: np.zeros_like(own[name]) for name in {"mask", "keep", "inputs"} & out.keys()}
         if "x" in out:
             own_out["x"] = np.empty(own["x"].shape, dtype)
-        for name, width in widths.items():
-            first = v.get(f"{name}0", np.zeros((B, width), dtype))
+        for name, d_state in d_states.items():
+            first = v.get(f"{name}0", np.zeros_like(d_state))
             own[f"{name}0"] = state_before(problem, saved[name], first, v["lengths"], start, stop)[items]
-            own_dv[f"{name}T"], own_out[f"{name}0"] = d_states[name][items], np.empty((one.B, width), dtype)
+            own_dv[f"{name}T"], own_out[f"{name}0"] = d_state[items], np.empty((one.B, d_state.shape[1]), dtype)
         BackwardSweep(one, products.of_segment(own_out), own, own_saved, own_dv).run()
         for name, d_state in d_states.items():
             d_state[items] = own_out[f"{name}0"]

@@ -126,15 +126,14 @@ def lowered(
     nodes: Nodes, outputs: Iterable[int], known: Mapping[int, Place], rewrites: Rewrites
 ) -> tuple[Graph, dict[int, int]]:
     """Rewrite a graph with operations that NumPy has. Return the new graph, and {node: its number in the new graph}.
-    outputs: the nodes that are computed. known: the places of values that exist already. These nodes become inputs of
-    the new graph: node 7 becomes the input "n7", or "-n7" if its place holds the negated value. rewrites: which
-    optional changes are made."""
+    Nodes with a known place become inputs of the new graph: node 7 becomes the input "n7", or "-n7" if its place holds
+    the negated value."""
     negated, squares, divided = rewrites
     graph, number = Graph(), dict[int, int]()
     one = graph.constant(1)
 
-    # Return the node of -n in the new graph. If the place of n holds the negated value already (see `signs`), -n is an
-    # input. If n is a sum and this holds for one operand, -n is a difference. Otherwise it is a negation.
+    # Return the node of -n in the new graph: an input if the place of n holds the negated value (see `signs`), a
+    # difference if n is a sum and this holds for one operand, else a negation.
     def negative(n: int) -> int:
         node = graph.nodes[n]
         if node.op == "input" and node.value in signs:
@@ -173,7 +172,7 @@ def lowered(
 
 def before_clip(nodes: Nodes, node: Node, known: Mapping[int, Place]) -> int | None:
     """Return the node x if `node` is min(max(x, -k), k) with k the limit of c or h, else None. Such a node becomes one
-    call of NumPy's clip. known: the places of values; the limits have places with the names LIMITS."""
+    call of NumPy's clip. The limits have places with the names LIMITS."""
     if node.op == "min" and (limit := known.get(node.args[1])) is not None and limit.array in LIMITS:
         inner = nodes[node.args[0]]
         if inner.op == "max" and nodes[inner.args[1]] == Node("neg", node.args[1:]):
@@ -183,12 +182,12 @@ def before_clip(nodes: Nodes, node: Node, known: Mapping[int, Place]) -> int | N
 
 def quotients(nodes: Nodes, outputs: Sequence[int]) -> dict[int, int]:
     """Return {product: sigmoid} for all products x * sigmoid(z) that are computed as quotients x / (1 + exp(-z)). The
-    step then need not compute the sigmoid, unless it is saved. A sigmoid is chosen if all nodes that read it are such
+    step then need not compute the sigmoid, unless it is saved. All nodes that read such a sigmoid must be such
     products."""
     found, order = dict[int, int](), needed(nodes, outputs)
     for n in order:
-        # uses: the nodes that read n. factor: whether each of them is a product that has n as one factor, and that is
-        # not computed as a quotient with another sigmoid.
+        # uses: the nodes that read n. factor: whether each of them is a product with n as one factor, not yet a
+        # quotient.
         uses = [k for k in order if n in nodes[k].args]
         factor = all(nodes[k].op == "mul" and nodes[k].args.count(n) == 1 and k not in found for k in uses)
         if nodes[n].op == "sigmoid" and factor and n not in outputs:
@@ -216,15 +215,14 @@ class Groups:
         into: Mapping[int, Place],
         lengths: Mapping[str, int],
     ):
-        """Find the groups. order: the nodes to compute. known: {node: its place} of values that exist already. into:
-        {node: its place} of results. lengths: {array: number of its blocks}."""
+        """Find the groups. into: {node: its place} of results. lengths: {array: number of its blocks}."""
         self.nodes, self.order, self.known, self.into = nodes, order, known, into
         self.of: dict[int, tuple[int, ...]] = {}
         self.block: dict[int, Place] = {}
         self.sizes: dict[str, int] = {}
         # by_row: {node: (row, function as text)} for each node that is a function of one block of a known array, such
-        # as (2, "mul(y,y)") for the square of block 2 of y. Nodes with the same text and neighbouring rows may be one
-        # group. An array of one block is left out, because its block has no neighbours.
+        # as (2, "mul(y,y)") for the square of block 2 of y. An array of one block is left out, because its block has no
+        # neighbours.
         self.by_row: dict[int, tuple[int, str]] = {
             n: (place.row, place.array) for n, place in known.items() if lengths[place.array] > 1
         }
@@ -234,16 +232,15 @@ class Groups:
                 self.uses.setdefault(k, []).append(n)
         # First group nodes that read successive blocks of one array.
         self.along_gates()
-        # Then group nodes whose results shall lie in successive blocks of one array. In a run of successive rows the
-        # difference between row and position in the list is constant. item: (position, (place, node)).
+        # Then group nodes whose results shall lie in successive blocks of one array: row - position is constant. item:
+        # (position, (place, node)).
         targets = sorted((place, n) for n, place in into.items())
         for _, run in groupby(enumerate(targets), key=lambda item: (item[1][0].array, item[1][0].row - item[0])):
             self.side_by_side([n for _, (_, n) in run])
 
     def along_gates(self) -> None:
-        """Group nodes that compute the same function of neighbouring blocks of known arrays (values that exist before
-        the statements), such as the derivatives of the gates' activations. One call of NumPy then computes all of them.
-        The row of a block is its number in its array."""
+        """Group nodes that compute the same function of neighbouring blocks of known arrays, such as the derivatives of
+        the gates' activations."""
         found: dict[str, list[tuple[int, int]]] = {}  # {function as text: pairs (row, node)}
         for n in self.order:
             op, args = self.nodes[n].op, self.nodes[n].args
@@ -251,56 +248,52 @@ class Groups:
             if op not in UFUNCS or op in CONDITIONS or not varying:  # groups have single functions with float results
                 continue
             if all(k in self.by_row for k in varying) and len({self.by_row[k][0] for k in varying}) == 1:
-                # All operands are functions of the same row, so node n is a function of this row, too.
                 texts = [self.by_row[k][1] if k in self.by_row else str(self.nodes[k].value) for k in args]
                 text = f"{op}({','.join(sorted(texts) if op in COMMUTES else texts)})"
                 self.by_row[n] = self.by_row[varying[0]][0], text
                 found.setdefault(text, []).append((self.by_row[n][0], n))
             elif (z := self.preactivation_in(n, varying)) is not None:
                 # Node n adds something to a preactivation, such as a peephole's term, and is stored in its place. All
-                # such sums get the same text: whatever was added, a later node such as the sigmoid of the sum computes
-                # the same function of it.
+                # such sums get the same text: a later node such as the sigmoid of the sum computes the same function of
+                # each.
                 self.block[n], self.by_row[n] = self.known[z], (self.known[z].row, "a sum")
         for pairs in found.values():
-            # pairs: (row, node) of all nodes that compute the same function, each of the block in this row. Divide the
-            # pairs into runs of successive rows, in which row - position is constant. Their results must also lie in
-            # successive blocks of one array (`offset` is the same), or have no target. item: (position, (row, node)).
+            # pairs: (row, node) of all nodes that compute the same function, each of the block in this row. Divide them
+            # into runs of successive rows, in which row - position is constant, and whose results lie in successive
+            # blocks of one array (`offset` is the same) or have no target. item: (position, (row, node)).
             numbered = enumerate(sorted(pairs))
             for _, run in groupby(numbered, key=lambda item: (self.offset(item[1][1]), item[1][0] - item[0])):
                 self.group([n for _, (_, n) in run])
 
     def preactivation_in(self, n: int, args: list[int]) -> int | None:
         """Return the preactivation (a block of the array z) that is one operand of node n, if only n reads it, so that
-        the result of n can overwrite it. Return None if there is none. args: the operands of n without constants."""
+        n can overwrite it; else None. args: the operands of n without constants."""
         found = [k for k in args if k in self.known and self.known[k].array == "z" and self.uses[k] == [n]]
         return found[0] if len(found) == 1 and len(args) == 2 and n not in self.into else None
 
     def offset(self, n: int) -> Any:
         """Return the array in which the result of node n shall lie, and the distance of its row from the row that n
-        reads; None if the result has no target. For all nodes of one group this must be the same."""
+        reads, which is the same for all nodes of a group; None if the result has no target."""
         return (self.into[n].array, self.into[n].row - self.by_row[n][0]) if n in self.into else None
 
     def group(self, members: list[int]) -> None:
-        """Make groups of these nodes of the graph, each as large as possible; one statement computes a group. Nodes
-        that depend on one another cannot be in one group. members: nodes with the same operation, in the order of their
-        rows."""
+        """Make groups of these nodes, each as large as possible. Nodes that depend on one another cannot be in one
+        group. members: nodes with the same operation, in the order of their rows."""
         while members:
-            # n: how many of the first members can be one group.
             n = next(n for n in range(len(members), 0, -1) if n == 1 or self.is_possible(members[:n]))
             if n > 1:
                 self.of.update(dict.fromkeys(members[:n], tuple(members[:n])))
             members = members[n:]
 
     def is_possible(self, members: Sequence[int]) -> bool:
-        """Return whether one statement can compute the nodes `members`: whether all statements can then be ordered so
-        that each one follows the statements whose results it reads."""
+        """Return whether one statement can compute the nodes `members`: whether all statements can then be ordered."""
         groups = self.of | dict.fromkeys(members, tuple(members))
         return ordered(self.nodes, self.order, groups, self.known) is not None
 
     def side_by_side(self, members: list[int]) -> None:
-        """Make groups of nodes whose results shall lie in neighbouring blocks of an array; one statement computes a
-        group. This needs operands that also lie in neighbouring blocks, or can be computed there. members: the nodes,
-        in the order of the blocks of their results."""
+        """Make groups of nodes whose results shall lie in neighbouring blocks of an array. Their operands must also lie
+        in neighbouring blocks, or be computed there. members: the nodes, in the order of the blocks of their
+        results."""
         while members:
             # count: how many of the first members are one group. placed: lists of operands that need neighbouring
             # blocks.
@@ -320,14 +313,14 @@ class Groups:
             members = members[count:]
 
     def columns(self, members: Sequence[int]) -> list[list[int]] | None:
-        """Return the operands of these nodes that must still be computed, and into neighbouring blocks, if the nodes
-        shall be one group: a list of all first operands, a list of all second operands, both, or none. Return None if
-        the nodes cannot be one group."""
+        """Return the operands of these nodes that must still be computed into neighbouring blocks, if the nodes shall
+        be one group: a list of all first operands, a list of all second operands, both, or none. Return None if they
+        cannot be one group."""
         op, wanted = self.nodes[members[0]].op, list[list[int]]()
         if op not in UFUNCS or op in CONDITIONS or any(n in self.of or self.nodes[n].op != op for n in members):
             return None
         # rows: for each node its operands. kinds: for each operand the array in which it lies, the value of a constant,
-        # or NEW. In an operation such as a sum, exchange the operands if they then match those of the first node.
+        # or NEW. Exchange the operands of a sum if they then match those of the first node.
         rows = [list(self.nodes[n].args) for n in members]
         kinds = [[self.spot(k)[0] for k in row] for row in rows]
         for row, of_row in zip(rows, kinds, strict=True):
@@ -359,10 +352,9 @@ def ordered(
     nodes: Nodes, order: Sequence[int], groups: Mapping[int, tuple[int, ...]], known: Mapping[int, Any]
 ) -> list[tuple[int, ...]] | None:
     """Return all groups, with each other node as a group of its own, in an order in which each follows the groups whose
-    results it reads. Return None if there is no such order. order: the nodes to compute. groups: {node: its group}.
-    known: the nodes whose values exist already."""
-    # found: the result. state: {group: whether it is in the result}. A group that is visited again while its state is
-    # false depends on itself, so there is no order.
+    results it reads; None if there is no such order. groups: {node: its group}. known: the nodes whose values exist."""
+    # state: {group: whether it is in the result `found`}. A group that is visited again while its state is false
+    # depends on itself, so there is no order.
     found, state = list[tuple[int, ...]](), dict[tuple[int, ...], bool]()
 
     def visit(group: tuple[int, ...]) -> bool:
@@ -384,7 +376,7 @@ def ordered(
 
 
 def call(op: str, operands: Sequence[str], out: str) -> str:
-    """Return the statement that computes an operation. operands, out: the names of arrays, for the result `out`."""
+    """Return the statement that computes an operation on arrays with these names."""
     if op not in UFUNCS:
         return COMPOSED[op].format(*operands, out=out)
     # Passing `out` by position takes less time than by keyword, but NumPy deprecates it for maximum and minimum.
@@ -407,13 +399,10 @@ class Writer:
 
         known: {node: its place} of values that exist before the first statement. targets: pairs (node, place to which
         its value is written). A known place that is also a target is overwritten only after the last statement that
-        reads its old value. store: the arrays of the step, and which of them may be overwritten. rewrites: how the
-        graph is rewritten first.
+        reads its old value.
         """
-        # self.sizes: {array: number of its blocks}. self.free: {kind of scratch array: names of such arrays that are
-        # free for new results}. self.constants: {name in the statements: number}. self.copies: pairs (node, place):
-        # values that are copied to a place last. self.dense: the contiguous arrays, which may hold intermediate
-        # results.
+        # free: {kind of scratch array: names of such arrays that are free for new results}. constants: {name in the
+        # statements: number}. copies: pairs (node, place): values that are copied to a place last.
         sizes, free, dense, wide = store
         graph, number = lowered(nodes, [n for n, _ in targets], known, rewrites)
         self.nodes: list[Node] = graph.nodes
@@ -425,23 +414,22 @@ class Writer:
         self.free: dict[Scratch, list[str]] = {}
         self.may_overwrite: set[str] = {*free}
         self.dense: set[str] = {*dense}
-        # The inputs of the rewritten graph are named "n5" for node 5, or "-n5" if its place holds the negated value.
-        # at: {name of such an input: its place}. If a place holds the negated value, nothing reads "n5", which has no
-        # place.
+        # at: {name of an input of the rewritten graph: its place}. If a place holds the negated value of node 5, the
+        # input is "-n5", and nothing reads "n5".
         at = {f"-n{n}" if n in rewrites.negated else f"n{n}": place for n, place in known.items()}
         self.place: dict[int, Place] = {
             n: at[str(node.value)] for n, node in enumerate(self.nodes) if node.op == "input" and node.value in at
         }
-        # self.wide: the nodes whose values have the width of a projected h. These are inputs of this width, products
-        # with the projection (W0T), and results of other operations on such nodes.
+        # wide: the nodes whose values have the width of a projected h: inputs of this width, products with the
+        # projection (W0T), and results of other operations on such nodes.
         self.wide: set[int] = set()
         for n, node in enumerate(self.nodes):
             array = self.place[n].array if n in self.place else ""
             product = bool(wide) and node.op == "matmul" and self.place[node.args[1]].array == "W0T"
             if array in wide or product or (node.op != "matmul" and not self.wide.isdisjoint(node.args)):
                 self.wide.add(n)
-        # A node is computed directly into its target, except in three cases: its value exists already, it is a
-        # constant, or it has another target, too. Then its value is copied to the target last.
+        # A node is computed directly into its target, unless its value exists already, is a constant, or has another
+        # target, too. Then its value is copied to the target last.
         goals = [(number[n], place) for n, place in targets]
         into: dict[int, Place] = {}
         self.copies: list[tuple[int, Place]] = []
@@ -470,8 +458,7 @@ class Writer:
         self.copy_at_once([(self.text([place]), self.operand([n])) for n, place in self.copies])
 
     def copy_at_once(self, copies: list[tuple[str, str]]) -> None:
-        """Append statements that copy arrays as if all copies ran at the same time: each target gets the value that its
-        source has before the first copy. copies: pairs (target, source).
+        """Append statements that copy arrays as if all copies ran at the same time. copies: pairs (target, source).
 
         A copy runs as soon as no waiting copy reads its target. If only cycles are left, such as two states that are
         exchanged, one target is first copied to a scratch array, from which the other copies then read.
@@ -492,9 +479,8 @@ class Writer:
 
     def text(self, blocks: Sequence[Place]) -> str:
         """Return the name of neighbouring blocks of one array in the statements: the array's name if they are all its
-        blocks, else the name of a view, which is added to `views`."""
+        blocks, else the name of a view, which is added to `views`: z_1 for block 1 of z, z_1_3 for blocks 1 and 2."""
         array, start, stop = blocks[0].array, blocks[0].row, blocks[-1].row + 1
-        # Block 1 of z has the name z_1; blocks 1 and 2 have the name z_1_3.
         if stop - start == self.sizes[array]:
             return array
         name = f"{array}_{start}" if stop == start + 1 else f"{array}_{start}_{stop}"
@@ -502,8 +488,8 @@ class Writer:
         return name
 
     def operand(self, nodes: Sequence[int]) -> str:
-        """Return the name by which a statement reads these nodes: the name of a constant, or of the neighbouring blocks
-        in which they lie."""
+        """Return the name by which a statement reads these nodes: that of a constant, or of their neighbouring
+        blocks."""
         node = self.nodes[nodes[0]]
         if node.op != "const":
             return self.text([self.place[n] for n in nodes])
@@ -514,8 +500,8 @@ class Writer:
         return name
 
     def is_neighbourly(self, column: Sequence[int]) -> bool:
-        """Return whether one statement can read these nodes as one operand: they are the same constant, or they lie in
-        neighbouring blocks."""
+        """Return whether one statement can read these nodes as one operand: the same constant, or neighbouring
+        blocks."""
         if self.nodes[column[0]].op == "const":
             return all(n == column[0] for n in column)
         return all(n in self.place for n in column) and self.are_neighbours([self.place[n] for n in column])
@@ -526,9 +512,8 @@ class Writer:
         return all(block == Place(array, start + k) for k, block in enumerate(blocks))
 
     def can_write(self, t: int, unit: Sequence[int], n: int, place: Place) -> bool:
-        """Return whether unit t (a group or one node) can write node n to this place. It can if neither this unit nor a
-        later one reads the value that lies there. It also can if only node n reads this value, by a function that may
-        overwrite its operand."""
+        """Return whether unit t can write node n to this place. It can if neither this unit nor a later one reads the
+        value that lies there, or if only node n reads it, by a function that may overwrite its operand."""
         old = self.holds.get(place)  # the node whose value would be overwritten; None if there is none
         if old is None or self.last.get(old, -1) < t:
             return True
@@ -536,8 +521,8 @@ class Writer:
         return self.last[old] == t and readers == [n] and self.nodes[n].op in OVERWRITES
 
     def write(self, t: int, unit: tuple[int, ...]) -> None:
-        """Append the statement of unit t. If the operands or results of its nodes do not lie in neighbouring blocks,
-        append a statement for each node instead."""
+        """Append the statement of unit t, or a statement for each of its nodes if their operands or results do not lie
+        in neighbouring blocks."""
         if len(unit) == 1:
             self.write_one(t, unit[0], unit)
             return
@@ -573,14 +558,12 @@ class Writer:
         return places(name, len(unit))
 
     def overwritable(self, place: Place) -> bool:
-        """Return whether the statements may overwrite the array of this place: it is a scratch array, or the caller
-        allows it."""
+        """Return whether the statements may overwrite the array of this place."""
         return place.array in self.scratch or place.array in self.may_overwrite
 
     def write_one(self, t: int, n: int, unit: Sequence[int]) -> None:
-        """Append the statement of node n, which belongs to the group `unit`, number t. Write the result to its target
-        if it has one, else over an operand that no later statement reads, else to a scratch array."""
-        # kind: which scratch array the result needs: one block, bool or float, as wide as a projected h or not.
+        """Append the statement of node n, which belongs to the group `unit`, number t."""
+        # kind: which scratch array the result needs.
         node, kind = self.nodes[n], Scratch(1, self.nodes[n].op in CONDITIONS, n in self.wide)
         place = self.into.get(n)
         if place is not None and not self.can_write(t, unit, n, place):
@@ -594,7 +577,7 @@ class Writer:
         if place is None and not kind.is_bool:
             # own: the places of operands that the result may overwrite.
             own = [self.place[k] for k in dead if self.overwritable(self.place[k])] if node.op in OVERWRITES else []
-            # Leave out scratch arrays of bool. An array that is no scratch array has floats, like `Scratch()`.
+            # An array that is no scratch array has floats, like `Scratch()`.
             own = [p for p in own if not self.scratch.get(p.array, Scratch()).is_bool]
             for p in [*filter(None, [self.block.get(n), self.hint(n)]), *own]:
                 if self.can_write(t, unit, n, p):
@@ -616,16 +599,14 @@ class Writer:
 
     def hint(self, n: int) -> Place | None:
         """Return a place for node n from which it need not be moved: the target of the only node that reads n, or of
-        the only node that reads that node, and so on. Each of these nodes must be able to overwrite its operand, so
-        that all of them are computed in this one place. Return None if there is no such target, or if its array must
-        not hold intermediate results (`dense`)."""
+        the only node that reads that node, and so on, if each of these nodes can overwrite its operand. Return None if
+        there is no such target, or if its array must not hold intermediate results (`dense`)."""
         while len(readers := self.readers.get(n, [])) == 1 and self.nodes[n := readers[0]].op in OVERWRITES:
             if n in self.into:
                 return self.into[n] if self.into[n].array in self.dense else None
         return None
 
     def note_places(self, nodes: Sequence[int], blocks: Sequence[Place]) -> None:
-        """Store that the values of these nodes now lie in these blocks: the first node in the first block, and so
-        on."""
+        """Store that the values of these nodes now lie in these blocks."""
         self.place.update(zip(nodes, blocks, strict=True))
         self.holds.update(zip(blocks, nodes, strict=True))

@@ -43,7 +43,7 @@ from .norms import (
     by_factors,
     input_norm_of,
     norm_of_preactivations,
-    norm_of_state,
+    of_stream,
     saved_rows,
     with_centred_weights,
 )
@@ -69,9 +69,9 @@ Build = Callable[..., Callable[..., None]]
 
 @cache
 def constant(text: str, dtype: np.dtype) -> Array:
-    """Return a number as a NumPy array, from a cache; nobody may change the array. If generated code used a Python
-    number, NumPy would create an array from it at every call, which takes half as long as a small addition. The number
-    is passed as text, because 0.0 and -0.0 would be equal keys of the cache."""
+    """Return a number as a NumPy array, from a cache; nobody may change the array. With a Python number NumPy would
+    create an array at every call, which takes half as long as a small addition. The number is passed as text, because
+    0.0 and -0.0 would be equal keys of the cache."""
     return np.array(float(text), dtype)
 
 
@@ -87,7 +87,7 @@ def function_of(
 ) -> Build:
     """Compile generated statements. Return the function build(H, B, dtype, ..., more), which allocates scratch arrays
     and returns the function step(...). A call of `step` runs the statements `before`, then those of `code`, then
-    `after`, on arrays of this dtype with H hidden units and B batch items.
+    `after`.
 
     parameters: the parameters of `step`, as text. given, fixed: the names of arrays that are the same in every call of
     `step`. The arrays `given`, a text with commas between the names, are arguments of `build`; the arrays `fixed` are
@@ -95,15 +95,15 @@ def function_of(
     """
     lines = [*before, *code.lines, *after]
     # words: all names in the statements, and the arrays of which they read views. Other arrays are not allocated.
-    # code.views: {(array, first block, last block + 1): the name of this view}. code.scratch: {name: Scratch}.
+    # code.views: {(array, first block, last block + 1): name of the view}. code.scratch: {name: Scratch}.
     words = {*findall(r"\w+", " ".join(lines)), *(array for array, _, _ in code.views)}
-    # once: the statements that create views of arrays that are the same in every call of `step`; they run once.
-    # unpacked: those that create views of the arguments of `step`; they run at every call.
+    # once: the statements that create views of arrays that are the same in every call. unpacked: those that create
+    # views of the arguments of `step`, at every call.
     once, unpacked = list[str](), list[str]()
     own = {*code.scratch, *fixed, *given.split(", ")}
     for (array, start, stop), name in code.views.items():
         (once if array in own else unpacked).append(f"{name} = {array}[{start} * H : {stop} * H]")
-    # made: the statements that allocate or fetch arrays, once. body: the statements of each call of `step`.
+    # made: the statements that allocate or fetch arrays, once.
     made = [f"{name} = more['{name}']" for name in fixed if name in words]
     for name, (n, is_bool, is_wide) in code.scratch.items():  # n blocks of H rows, or P rows if `is_wide`
         rows = "more['P']" if is_wide else f"{n} * H"
@@ -115,14 +115,18 @@ def function_of(
         f"def build(H, B, dtype, {given}, more):\n    {start}def step({parameters}):\n        {body}\n    return step\n"
     )
     made_here: dict[str, Any] = {}  # exec stores here the function `build`, which the text defines
-    # The statements were generated from a graph of numbered nodes, so they contain no text that the caller wrote.
+    # The statements come from a graph of numbered nodes, so they contain no text that the caller wrote.
     exec(compile(text, "<a cell>", "exec"), NAMES, made_here)  # noqa: S102
     return made_here["build"]
 
 
+ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "N0", "direct", "di", "m", "dh", "operand")
+"""The names in generated code of arrays that have one block, or of other values, such as the limit k0."""
+
+
 class Plan:
-    """How the steps of a cell are computed: the cell's graph, and properties of it, such as whether a step has a second
-    product. They decide which NumPy code this module generates for a forward and a backward step."""
+    """How the steps of a cell are computed: the cell's graph, and properties of it that decide which code is
+    generated."""
 
     def __init__(self, cell: AnyCell, names: Collection[str], exposes: bool):
         """Read the cell's graph. names: which of the arrays "peephole" and "Wp" the call has. exposes: whether the
@@ -143,14 +147,23 @@ class Plan:
         self.other: tuple[int, ...] = tuple(
             [k for k, (x, p) in enumerate(zip(graph.gradients("x"), graph.of_product(), strict=True)) if x != p]
         )
-        # direct: the part of the gradient of h_prev that bypasses the recurrent product; passes_h: whether it can be
-        # other than 0. reads_h: whether the backward pass reads the h after a step (state 0). holds_h: whether it may
-        # read the h before a step, of which it then has a copy.
-        direct = graph.nodes[graph.gradients("s")[0]]
-        self.passes_h: bool = direct.op != "const" or direct.value != 0
+        # passes_h: whether a part of the gradient of h_prev bypasses the recurrent product. reads_h: whether the
+        # backward pass reads the h after a step (state 0). holds_h: whether it may read the h before a step, of which
+        # it then has a copy.
+        self.passes_h: bool = graph.passes_h
         self.reads_h: bool = graph.reads_after(0)
         self.holds_h: bool = self.passes_h or graph.reads("s0")
         self.recomputed: list[int] = graph.recomputed  # the gates whose recurrent product the backward pass recomputes
+        # sizes: {array of the generated code: the number of its blocks}. at: {name of a graph's input: its place}, for
+        # the inputs of which a forward and a backward step agree. wide: the arrays that have P rows, the width of a
+        # projected h: h after a step, its gradient, and the gradient of h before its clip.
+        U, V, C = graph.inputs, graph.params, graph.states - 1
+        self.sizes: dict[str, int] = {"y": len(graph.saved), "q": len(self.recomputed), "dx": len(self.other)}
+        self.sizes |= dict.fromkeys(("z", "xs", "e", "dz"), graph.gates) | dict.fromkeys(("c", "c_prev", "dc"), C)
+        self.sizes |= dict.fromkeys(("us", "du"), U) | dict.fromkeys(("w", "dw"), V) | dict.fromkeys(ALONE, 1)
+        self.at: dict[str, Place] = {name: Place(name, 0) for name in ALONE} | inputs_in("us", U, letter="u")
+        self.at |= inputs_in("c_prev", C, letter="s", first=1) | inputs_in("w", V, letter="w")
+        self.wide: tuple[str, ...] = ("n0", "d0", "dh") if self.projects else ()
 
 
 plan_of_form = lru_cache(128)(Plan)
@@ -161,16 +174,13 @@ gets as arguments, so that calls with other numbers share a plan."""
 @lru_cache(128)
 def plan_of(cell: AnyCell, names: tuple[str, ...], exposes: bool) -> Plan:
     """Return the plan of a cell, from a cache. Cells that differ only in numbers, such as the limits of clips, share a
-    plan.
-
-    names: which of the arrays "peephole" and "Wp" the call has (`graph_arrays`). exposes: for a forward pass, whether
-    the caller gets the gates; for a backward pass, whether they have cotangents.
-    """
+    plan. names: which of the arrays "peephole" and "Wp" the call has. exposes: for a forward pass, whether the caller
+    gets the gates; for a backward pass, whether they have cotangents."""
     return plan_of_form(form_of(cell), names, exposes)
 
 
 def graph_arrays(v: Views) -> tuple[str, ...]:
-    """Return the names of those arrays of a call on which the graph of its cell depends."""
+    """Return the names of the arrays of a call on which the graph of its cell depends."""
     return tuple([name for name in ("peephole", "Wp") if name in v])
 
 
@@ -182,8 +192,8 @@ def negatable(graph: CellGraph, letters: str) -> str:
     sum."""
     order, found = needed(graph.nodes, [*graph.forward, *graph.saved]), ""  # order: the nodes of the forward pass
     for k in range(0 if graph.apart else graph.gates):
-        # Follow the preactivation n of gate k to the only node that reads it, and from there on, up to two nodes. ops:
-        # the operations of these nodes.
+        # Follow the preactivation n of gate k to the only node that reads it, and from there on. ops: the operations of
+        # these nodes, at most two.
         n, ops = graph.number.get(f"x{k}"), []
         while n not in (*graph.saved, *graph.forward) and ops[-1:] != ["sigmoid"] and len(ops) < 2:
             # If not exactly one node uses n, end the loop: its condition is false for a node of graph.forward.
@@ -205,17 +215,9 @@ def rows_of_product(cell: AnyCell) -> list[tuple[int, int]]:
 
 
 def inputs_in(array: str, count: int, letter: str, first: int = 0) -> dict[str, Place]:
-    """Return {name of an input of a graph: its place} for `count` inputs that lie one after the other in the blocks of
-    an array. letter, first: the names of the inputs, such as s1, s2 for the letter "s" and first = 1."""
+    """Return {name of an input: its place} for `count` inputs that lie one after the other in the blocks of an array.
+    Their names are the letter and the numbers from `first` on, such as s1, s2."""
     return {f"{letter}{first + k}": place for k, place in enumerate(places(array, count))}
-
-
-ALONE = ("s0", "n0", "i0", "d0", "k0", "k1", "W0", "W0T", "N0", "direct", "di", "m", "dh")
-"""The names in generated code of arrays that have one block, or of other values, such as the limit k0."""
-
-WIDE = ("n0", "d0", "dh")
-"""The arrays that have P rows, the width of a projected h: h after a step, its gradient, and the gradient of h before
-its clip."""
 
 
 @lru_cache(256)
@@ -242,27 +244,18 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     norm of c the step calls N0.
     """
     graph, letters, carried = plan.graph, plan.cell.gate_order, plan.graph.states - 1
-    # x: the array of the preactivations or, with `apart`, of their input parts. at: {name of a graph's input: its
-    # place}.
+    # x: the array of the preactivations or, with `apart`, of their input parts.
     x = "z" if plan.rows and not graph.apart else "xs"
-    at = inputs_in("c_prev", carried, letter="s", first=1) | inputs_in("us", graph.inputs, letter="u")
-    at |= inputs_in("w", graph.params, letter="w")
-    at |= {name: Place(name, 0) for name in ("s0", "k0", "k1", "W0T", "N0")}
+    at = plan.at | {"i0": Place("operand", 0)}
     for k, letter in enumerate(letters):
         at |= {f"x{k}": Place(x, order.index(letter)), f"p{k}": Place("z", order.index(letter))}
-    at["i0"] = Place("operand", 0)
     known = {n: at[name] for name, n in graph.number.items() if name in at}
     targets = [*zip(graph.saved, places("y", len(graph.saved)), strict=True)] if saves else []
     targets += zip(graph.forward, [Place("n0", 0), *places("c", carried)], strict=True)
-    # known: {input of the graph: its place}. targets: (result of the graph, the place to which it is written). sizes:
-    # the number of blocks of each array. minus: the preactivations whose places hold the negated value. `Store` says
-    # which arrays may be overwritten ("z"), which may hold intermediate results ("c", "n0"), and which are as wide as a
-    # projected h (`wide`).
-    sizes = {"z": graph.gates, "xs": graph.gates, "us": graph.inputs, "w": graph.params, "y": len(graph.saved)}
-    sizes |= {"c": carried, "c_prev": carried, "operand": 1} | dict.fromkeys(ALONE, 1)
+    # minus: the preactivations whose places hold the negated value. `Store` says which arrays may be overwritten ("z"),
+    # which may hold intermediate results ("c", "n0"), and which are as wide as a projected h.
     minus = [graph.number[f"x{k}"] for k, letter in enumerate(letters) if letter in negated]
-    wide = WIDE if plan.projects else ()
-    store, divided = Store(sizes, ["z"], ["c", "n0"], wide), quotients(graph.nodes, graph.forward)
+    store, divided = Store(plan.sizes, ["z"], ["c", "n0"], plan.wide), quotients(graph.nodes, graph.forward)
     code = Writer(graph.nodes, known, targets, store, Rewrites(minus, divided=divided))
     before = [f"matmul(weights{n}, operand, product{n})" for n in range(len(plan.rows))]
     # Before the statements of the graph come the product, then the norm and the addition of xs, in an order that
@@ -270,44 +263,40 @@ def forward_function(plan: Plan, order: str, negated: str, saves: bool, adds: bo
     normalise = ["normalise(z, z, norms)"] * (of is not None)
     before += ["add(z, xs, z)"] * adds + normalise if of == "sum" else normalise + ["add(z, xs, z)"] * adds
     before += ["add(z_n, bhn, z_n)"] * bhn  # z_n: the block of z that belongs to a GRU's candidate
-    # fixed: arrays that are the same at every step. A GRU with reset "before" may have two products with h: weights0
-    # and product0 belong to the first one, weights1 and product1 to the second one.
+    # A GRU with reset "before" may have two products with h: weights0 and product0, weights1 and product1.
     fixed = ["us", "w", "k0", "k1", "W0T", "N0", "weights1", "product1", "z_n", "bhn", "normalise"]
     return function_of(code, "z, weights0, product0", fixed, "operand, xs, s0, c_prev, y, c, n0, norms=None", before)
 
 
 class Step:
     """One forward step of a cell. `run` is the generated function (see `forward_function`). Before each step of a
-    user's cell the caller writes the step's inputs to `us` [U H, B]: U inputs for each of H hidden units and B batch
-    items."""
+    user's cell the caller writes the step's inputs to `us` [U H, B]."""
 
     def __init__(
         self, problem: Problem, v: Views, mask: Array | None, norms: Array | None = None, streamed: bool = False
     ):
         """Allocate the arrays that every step overwrites. mask [T, B, P]: factors on the h that enters the recurrent
-        product, or None. norms [T, B, n]: memory for the n numbers per step and item that the backward pass of norms
-        reads, if it runs. streamed: the steps arrive one at a time (`engines.numpy.stream`)."""
+        product, or None. norms [T, B, n]: memory for what the backward pass of norms reads, if it runs. streamed: the
+        steps arrive one at a time (`engines.numpy.stream`)."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
-        # plan: how the step of the cell is computed; it depends on whether the call has peephole weights and Wp.
         plan = plan_of(cell, graph_arrays(v), problem.return_gates)
-        self.apart: bool = plan.graph.apart
         self.by_factors: bool = False
         self.enter: Callable[[int, Array, Array], Any] | None = None
         """enter(t, h, out) writes to `out` the array that Wh multiplies at step t, such as h [P, B] times the mask.
         None: Wh multiplies h itself."""
         if mask is not None:
             self.enter = lambda t, h, out: np.multiply(h, mask[t].T, out=out)
-        # norm: the norm of the recurrent product or the sum. of_input: the norm of the input's product. norm_of_c: the
-        # norm of c. of: what the generated step normalises by `norm`; None if nothing, or if the norm is a factor on h,
-        # which `enter` applies.
+        # norm: the norm of the recurrent product or the sum; of_input, norm_of_c: those of the input's product and of
+        # c. of: what the generated step normalises by `norm`; None if nothing, or if the norm is a factor on h, which
+        # `enter` applies.
         norm = of_input = norm_of_c = None
         if cell.norm is not None:
             v, norm, of_input = self.prepare_norms(problem, v, streamed, norms)
-            norm_of_c = norm_of_state(problem, v)
+            norm_of_c = NormOfC(problem, v) if cell.norm.c is not None else None
         of = cell.norm.of if cell.norm is not None and not self.by_factors else None
         # apart: whether the input's part must not be in one product with the recurrent part. negatable: the gates for
         # which such a product may be -z. copies_h: whether Wh multiplies another array than h itself.
-        apart = self.apart or not cell.recurrent or of in ("product", "products") or of_input is not None
+        apart = plan.graph.apart or not cell.recurrent or of in ("product", "products") or of_input is not None
         negatable = plan.negatable if norm is None else ""
         copies_h = self.enter is not None
         self.products: Any = (
@@ -317,7 +306,7 @@ class Step:
         )
         products, more = self.products, constants_of(plan, cell, v, B) | {"normalise": norm, "N0": norm_of_c}
         z = np.empty((cell.gates * H, B), dtype)
-        # weights: the matrix that multiplies the operand. product: the memory of this product, a view of z.
+        # weights: the matrix that multiplies the operand. product: a view of z, divided like the weights.
         weights, product = None, z
         if plan.whole:
             weights = in_blocks(products.weights, B, streamed)
@@ -331,9 +320,8 @@ class Step:
             more["us"] = self.us
         if "bhn" in v:
             more |= {"z_n": z[cell.block("n", H)], "bhn": np.repeat(v["bhn"][:, None], B, axis=1)}
-        # adds: whether the step adds the input's part to z. It does not if a `JoinedProduct` includes this part
-        # already.
-        adds = bool(plan.rows) and not self.apart and not isinstance(products, JoinedProduct)
+        # adds: whether the step adds the input's part to z, because no `JoinedProduct` includes it.
+        adds = bool(plan.rows) and not plan.graph.apart and not isinstance(products, JoinedProduct)
         saves = problem.training or problem.return_gates
         build = forward_function(plan, products.order, products.negated, saves, adds, "bhn" in v, of)
         self.product: Array = product
@@ -342,21 +330,18 @@ class Step:
     def prepare_norms(
         self, problem: Problem, v: Views, streamed: bool, norms: Array | None
     ) -> tuple[Views, Normalisation | None, InputNorm | InputNormOfSteps | None]:
-        """Return (arrays, norm, norm of the input's product): the arrays of the call as the products read them, the
-        norm of the recurrent product or of the sum, and the norm of the input's product. A norm is None if the step
-        does not compute it. streamed: steps arrive one at a time; the caller then computes the input's part."""
-        # `centres` decides by the number of steps whether centred weights pay. A stream has many steps in all, so it
-        # gets P as the number of steps.
-        many = problem._replace(T=problem.P) if streamed else problem
-        # rows: how many numbers the norms save per step and item. This number says by which of two methods the norms
-        # are computed (see `saved_rows`).
+        """Return (arrays, norm, of_input): the arrays of the call as the products read them, the norm of the recurrent
+        product or of the sum, and the norm of the input's product. A norm is None if the step does not compute it.
+        streamed: steps arrive one at a time; the caller then computes the input's part."""
+        many = of_stream(problem) if streamed else problem
+        # rows: how many numbers the norms save per step and item, which says how they are computed (see `saved_rows`).
         rows = 0 if streamed else saved_rows(problem, v) if norms is None else norms.shape[2]
         self.by_factors = by_factors(problem, rows)
         v = with_centred_weights(many, v, self.by_factors)  # so that no step subtracts a mean, if that pays
         if not self.by_factors:
             return v, norm_of_preactivations(many, v), None if streamed else input_norm_of(problem, v)
-        # By factors: the norm is a factor on the h that Wh multiplies. multiply: the function that applies the mask, or
-        # None. The factor is that of h times the mask, so the mask is applied first.
+        # By factors: the norm is a factor on the h that Wh multiplies, h times the mask. So the mask is applied first,
+        # by `multiply`.
         forward, multiply = NormByFactors(problem, v, norms, rows), self.enter
         self.enter = forward.enter
         if multiply is not None:
@@ -366,8 +351,8 @@ class Step:
 
 
 def constants_of(plan: Plan, cell: AnyCell, v: Views, B: int) -> dict[str, Any]:
-    """Return the arrays that a step reads and that are the same at every step: w [V H, B], the V parameters per unit,
-    repeated over the batch; k0 and k1, the limits of c and of a projected h; the matrix W0 of a second product with its
+    """Return the arrays that a step reads and that are the same at every step: w, the parameters per unit, repeated
+    over the batch; k0 and k1, the limits of c and of a projected h; the matrix W0 of a second product with its
     transpose W0T; and the number P, the width of a projected h."""
     found: dict[str, Any] = {}
     if plan.graph.params:
@@ -389,8 +374,7 @@ def steps_of(sequence: Array) -> Callable[[int], Array]:
     sequence = sequence.transpose(FEATURE_MAJOR)
     if sequence[0].flags.c_contiguous:
         return sequence.__getitem__
-    # copies: two steps, because a backward step reads the steps t and t - 1 (or t + 1). copied: their numbers; -1: none
-    # yet.
+    # copies: two steps, because a backward step reads the steps t and t - 1 (or t + 1). copied: their numbers.
     copies, copied = np.empty((2, *sequence.shape[1:]), sequence.dtype), [-1, -1]
 
     def step(t: int) -> Array:
@@ -436,9 +420,7 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     this.
     """
     graph, carried, other = plan.graph, plan.graph.states - 1, plan.other
-    at = inputs_in("c_prev", carried, letter="s", first=1) | inputs_in("dc", carried, letter="d", first=1)
-    at |= inputs_in("us", graph.inputs, letter="u") | inputs_in("w", graph.params, letter="w")
-    at |= inputs_in("e", graph.gates, letter="e") | {name: Place(name, 0) for name in ALONE}
+    at = plan.at | inputs_in("dc", carried, letter="d", first=1) | inputs_in("e", graph.gates, letter="e")
     at |= {f"p{k}": Place("q", row) for row, k in enumerate(plan.recomputed)}
     # at: {name of a graph's input: its place}. known: {node: its place} for all values that exist before the step: the
     # states after the step, what the forward pass saved, and the inputs.
@@ -456,12 +438,8 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     targets += zip(graph.gradients("w"), places("dw", graph.params), strict=True)
     targets += [(graph.operand("W0T"), Place("m", 0))] if plan.second else []
     targets += [(graph.operand("W0"), Place("dh", 0))] if plan.projects else []
-    sizes = {"y": len(graph.saved), "c_prev": carried, "c": carried, "dc": carried, "us": graph.inputs}
-    sizes |= {"du": graph.inputs, "w": graph.params, "dw": graph.params, "e": graph.gates, "dz": graph.gates}
-    sizes |= {"dx": len(other), "q": len(plan.recomputed)} | dict.fromkeys(ALONE, 1)
     squares = plan.cell.op != "pointwise"  # compute y (1 - y) as y - y^2, for neighbouring gates by one statement
-    wide = WIDE if plan.projects else ()
-    store = Store(sizes, ["dc", "d0"], ["dc", "direct", "di"], wide)
+    store = Store(plan.sizes, ["dc", "d0"], ["dc", "direct", "di"], plan.wide)
     code = Writer(graph.nodes, known, targets, store, Rewrites(squares=squares))
     # read: {array: the statement that fetches it at each step}. Only arrays that occur in the statements (`words`) are
     # fetched. all_dz and the like: the arrays of the whole chunk. saved_at, h_at: functions that return step t of the
@@ -535,7 +513,7 @@ class StepBackward:
         self.of_input: Any = None
         self.norm_of_c: NormOfC | None = None
         if cell.norm is not None:
-            self.norm_of_c = norm_of_state(problem, v)
+            self.norm_of_c = NormOfC(problem, v) if cell.norm.c is not None else None
             if cell.norm.of is not None:
                 more |= self.prepare_norms(problem, v, saved["norms"])
         self.input_by_step: bool = isinstance(self.of_input, InputNormOfSteps)  # whether `of_input` runs at every step

@@ -12,7 +12,7 @@ this module computes the input's part as a product of its own.
 import numpy as np
 
 from ..problem import Problem
-from .norms import Normalisation, norm_of_input
+from .norms import Normalisation, norm_of_input, of_stream, with_centred_weights
 from .products import Array, JoinedProduct, Views, bias_of, in_blocks
 from .steps import Step
 
@@ -43,10 +43,11 @@ class StreamedLayer:
         if not isinstance(products, JoinedProduct):  # compute x Wx^T here, with the bias as one more column of Wx
             bias = bias_of(problem, v)
             if cell.norm is not None and cell.norm.of == "products":
-                self.norm, bias = norm_of_input(problem, v, bias), None
+                v = with_centred_weights(of_stream(problem), v)
+                self.norm, bias = norm_of_input(of_stream(problem), v), None  # the norm adds the bias
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
-            # inputs: the input's part of the preactivations. A large matrix is divided into blocks, each so small that
-            # BLAS computes its product in one thread. product: a view of `inputs`, divided like the weights.
+            # A large matrix is divided into blocks, each so small that BLAS computes its product in one thread.
+            # product: a view of `inputs`, divided like the weights.
             self.inputs = np.empty((len(Wx), B), dtype)
             self.weights = in_blocks(np.ascontiguousarray(Wx), B, streamed=True)
             self.product = self.inputs.reshape(*self.weights.shape[:-1], -1)
@@ -58,20 +59,14 @@ class StreamedLayer:
             h.fill(0)
 
     def run(self, k: int) -> Array:
-        """Run one step. k: which of the two buffers (0 or 1) holds the h before the step; the step reads its input
-        from x_rows[k]. Return the other buffer, which holds the new h [P, B] (P: the width of h).
-
-        If the step does not compute the input's part of the preactivations in one product with h, it is computed here
-        and written to self.inputs, by way of self.product, which is another view of the same memory. self.column is
-        then the input with a 1 for the bias, [x; 1].
-        """
+        """Run one step. k: which of the two buffers (0 or 1) holds the h before the step; the step reads its input from
+        x_rows[k]. Return the other buffer, which holds the new h [P, B]."""
         if self.inputs is not None:
             np.matmul(self.weights, self.column, out=self.product)
             if self.norm is not None:  # the layer normalisation of the input's product
                 self.norm(self.inputs, self.inputs)
         h, new = self.h[k], self.h[1 - k]
-        # The arguments are the array that the weights multiply, the input's part, h, c, None (no memory for a backward
-        # pass), the new c and the new h.
+        # None: there is no memory for a backward pass.
         self.step.run(self.operands[k], self.inputs, h, self.c[k], None, self.c[1 - k], new)
         return new
 
@@ -92,13 +87,13 @@ class Stream:
         self.batch = batch
         self.k: int = 0  # the number of the buffer that holds the current states
         first, last = self.layers[0], self.layers[-1]
-        # self.x, self.h: views (*batch, .) of both buffers of the first layer's input and of the last layer's h.
+        # Views (*batch, .) of both buffers of the first layer's input and of the last layer's h.
         self.x: list[Array] = [self.with_batch_axes(rows) for rows in first.x_rows]
         self.h: list[Array] = [self.with_batch_axes(rows) for rows in last.h]
 
     def with_batch_axes(self, rows: Array) -> Array:
-        """Return a view (*batch, F) of an array [F, B] of F features. B is the product of the batch axes. An empty
-        array (F = 0), which `reshape` cannot divide, is returned unchanged."""
+        """Return a view (*batch, F) of an array [F, B]. An empty array (F = 0), which `reshape` cannot divide, is
+        returned unchanged."""
         return rows.T.reshape(*self.batch, -1) if len(rows) else rows
 
     def __call__(self, x: Array, keep: Array | None = None, inputs: Array | None = None) -> Array:

@@ -6,12 +6,12 @@ which runs up to twice as fast in BLAS; and every gate is one contiguous block. 
 H, B] and [T, D H, B], and callers get transposed views of them; h has the memory order of x. Each direction writes its
 own part of an array that both directions share. Only float32 and float64 are supported: the caller casts.
 
-T: steps, B: batch items, G: gates, H: hidden units, P: the width of h, D: directions, I: input features. d: the number
-of a direction, or None if there is only one. v: NumPy views of the arrays of the call by name, such as x, Wx, Wh; dv:
-views of the cotangents (the gradients that the caller gives for outputs); out: the memory of the results. norms: what
-the forward pass saves of layer normalisations for the backward pass. `cell.carried`, `cell.kept`: how many blocks of H
-numbers c and gates have; `cell.reads_kept`: whether the backward pass reads gates. A segment is a range of steps with
-the batch items that have not ended before it (`ragged`); parts: the list of segments, empty if the call is not divided.
+T: steps, B: batch items, G: gates, H: hidden units, P: the width of h, D: directions, I: input features. v: NumPy views
+of the arrays of the call by name, such as x, Wx, Wh; dv: views of the cotangents (the gradients that the caller gives
+for outputs); out: the memory of the results. norms: what the forward pass saves of layer normalisations for the
+backward pass. `cell.carried`, `cell.kept`: how many blocks of H numbers c and gates have; `cell.reads_kept`: whether
+the backward pass reads gates. A segment is a range of steps with the batch items that have not ended before it
+(`ragged`); parts: the list of segments, empty if the call is not divided.
 """
 
 from math import prod
@@ -20,9 +20,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..cells import AnyCell
-from ..directions import one_direction, part
+from ..directions import by_direction
 from ..packing import is_packed
-from ..problem import Arrays, Problem
+from ..problem import Arrays, Problem, address_of
 from .norms import centre_gradients, saved_rows
 from .passes import BackwardSweep, sweep_forward
 from .products import BATCH_MAJOR, FEATURE_MAJOR, TIME_MAJOR, Array, Order, Views, WeightGradients, factored_names
@@ -58,8 +58,7 @@ HIDDEN = ("gates", "norms")
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Saved:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for an
-    LSTM also c [T, B, D H] and cT [B, D H]. T: steps, B: batch items, D: directions, H: hidden units, P: the width of h
-    (H without a projection), G: the cell's gates. hT and cT are missing if `problem.wants_last` is false.
+    LSTM also c [T, B, D H] and cT [B, D H]. hT and cT are missing if `problem.wants_last` is false.
 
     batch_first: x, h, c and gates are [B, T, .] instead. For a single step, x [B, I], the only outputs are hT and cT.
 
@@ -75,10 +74,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         v["x"] = v["x"][None]
     elif batch_first:
         v["x"] = v["x"].transpose(BATCH_MAJOR)
-    dtype, (T, B, H, P), cell, directions = v["x"].dtype, problem[:4], problem.cell, each_direction(problem)
-    D = len(directions)
-    # Per unit and direction c has `carried` numbers and gates have `kept`. In a built-in cell `kept` is the number of
-    # gates.
+    dtype, (T, B, H, P), D, cell = v["x"].dtype, problem[:4], problem.directions, problem.cell
     widths = {"h": D * P, "c": D * cell.carried * H} if cell.carried else {"h": D * P}
     last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if problem.wants_last else {}
     sequences: dict[str, NewArray] = {}
@@ -94,8 +90,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
     elif problem.training and cell.reads_kept:
         rows["gates"] = D * cell.kept * H
     if problem.training and cell.norm is not None and cell.norm.of is not None:
-        # `saved_rows` says how many numbers one direction saves for each step and batch item.
-        rows["norms"] = D * saved_rows(directions[0][1], of_direction(directions[0][0], v))
+        rows["norms"] = D * saved_rows(problem, v)
     # hidden: for each segment a dict of the arrays that only the backward pass reads. NumPy allocates them, because MLX
     # would write zeros to their memory first.
     sizes = [segment.sizes(B) for segment in parts] or [(T, B)]
@@ -108,12 +103,14 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         out |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
         out |= {name: array.memory for name, array in last.items()}
-    # Turn off NumPy's warnings: infinity and NaN in padding, overflow and underflow are no errors, as in MLX.
-    with np.errstate(all="ignore"), one_thread() if are_small(problem, v, D) else ALL_THREADS:
-        for d, one in directions:
-            own, own_out = of_direction(d, v), of_direction(d, out)
+    # Turn off NumPy's warnings, also those that the user asked for by np.seterr: infinity and NaN in padding, overflow
+    # of exp in a sigmoid that is 0, and underflow are no errors, as in MLX. The directions run one after the other,
+    # because BLAS uses threads itself. Whether a thread per direction would be faster was not measured; the threads
+    # would have to wait for each other where both add to the gradients of x and of a shared mask.
+    with np.errstate(all="ignore"), one_thread() if are_small(problem, v) else ALL_THREADS:
+        for _, one, (own, own_out, *own_hidden) in by_direction(problem, v, out, *hidden):
             if parts:
-                forward_in_segments(one, parts, own, own_out, [of_direction(d, own) for own in hidden])
+                forward_in_segments(one, parts, own, own_out, own_hidden)
             else:
                 sweep_forward(one, own, own_out)
     saved = {name: [own[name] for own in hidden] if parts else hidden[0][name] for name in rows}
@@ -141,15 +138,14 @@ def backward(
     packing = problem.packing
     v, dv = views(arrays if packing is None else with_float_weights(packing, arrays)), views(cotangents)
     parts = segments(problem, v) if "lengths" in v else []
-    # outputs: views of the saved arrays of the whole call. by_segment: the results that were saved as lists, with an
-    # array for each segment.
+    # outputs: views of the saved arrays of the whole call. by_segment: the results that were saved as lists.
     arrays_saved = {name: a for name, a in saved.items() if isinstance(a, mx.array | np.ndarray)}
     outputs = {name: view(array) for name, array in arrays_saved.items() if name in ("h", "c", *HIDDEN)}
     by_segment = {name: a for name in HIDDEN if isinstance(a := saved.get(name), list)}
     # hidden: for each segment a dict of its saved arrays.
     hidden = [{name: a[n] for name, a in by_segment.items()} for n in range(len(parts))]
-    # wanted: the names of all gradients except x. factored: the names in `wanted` of gradients that are returned as two
-    # factors. new: the memory of all other gradients.
+    # wanted: the names of all gradients except x. factored: those that are returned as two factors. new: the memory of
+    # all others.
     wanted = [name for name in v if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))]
     factored = [name for name in factored_names(problem, v) if name in wanted] if as_factors and not parts else []
     new = {name: NewArray(v[name].dtype, v[name].shape) for name in wanted if name not in factored}
@@ -161,13 +157,11 @@ def backward(
     projects = "Wx" in v  # whether the call has a Wx; `out` may lack it, because a quantized Wx has no gradient
     written: set[int] = set()  # the first steps of the chunks of dx that one direction has written already
     factors: Arrays = {}
-    directions = each_direction(problem)
-    with np.errstate(all="ignore"), one_thread() if are_small(problem, v, len(directions)) else ALL_THREADS:
-        for d, one in directions:
-            own, own_saved, own_dv, own_out = (of_direction(d, values, projects) for values in (v, outputs, dv, out))
+    every = by_direction(problem, v, outputs, dv, out, *hidden, projects=projects)
+    with np.errstate(all="ignore"), one_thread() if are_small(problem, v) else ALL_THREADS:
+        for _, one, (own, own_saved, own_dv, own_out, *own_hidden) in every:
             products = WeightGradients(own_out, written, factored)
             if parts:
-                own_hidden = [of_direction(d, arrays) for arrays in hidden]
                 backward_in_segments(one, parts, products, own, own_saved, own_hidden, own_dv)
             else:
                 BackwardSweep(one, products, own, own_saved, own_dv).run()
@@ -205,22 +199,21 @@ def in_mlx(arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -
 
 
 def place_of(array: Array) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return a key of an array's memory: the address of its first element, and the size and stride of each axis. Two
-    arrays with the same key have the same elements.
-
-    The key leaves out axes of size 1, so x [1, B, I] and its only step [B, I] have the same key.
-    """
+    """Return a key of an array's memory: the address of its first element, and the size and stride of each axis but
+    those of size 1. Two arrays with the same key have the same elements, such as x [1, B, I] and its only step [B,
+    I]."""
     axes = [axis for axis in zip(array.shape, array.strides, strict=True) if axis[0] > 1]
-    return array.__array_interface__["data"][0], tuple(axes)
+    return address_of(array), tuple(axes)
 
 
 def multiplied(gradients: Arrays) -> Arrays:
-    """Return the gradients, with each pair of factors from `backward` replaced by a lazy MLX product.
+    """Return the gradients, with each pair of factors from `backward`, such as "Wh 0" and "Wh 1", replaced by a lazy
+    MLX product: a left factor [n, rows] and a right factor [n, columns], with n = batch items, whose product left^T
+    right is one block of rows of the gradient.
 
-    The factors of a weight are named "Wh 0", "Wh 1" and so on. Each pair is a left factor [n, rows] and a right factor
-    [n, columns], with n = batch items; left^T right is one block of rows of the gradient. The products are lazy to save
-    memory: a program that calls a layer at every time step sums the gradients of all calls. MLX computes lazy products
-    one by one while it sums them; products that were computed immediately would all be in memory at once.
+    The products are lazy to save memory: a program that calls a layer at every time step sums the gradients of all
+    calls. MLX computes lazy products one by one while it sums them; products that were computed immediately would all
+    be in memory at once.
     """
     blocks: dict[str, list[mx.array]] = {}
     factors = iter([name for name in gradients if " " in name])
@@ -242,13 +235,13 @@ def views(arrays: Arrays) -> Views:
 
 
 class NewArray:
-    """A new MLX array that NumPy fills: NumPy writes to `memory`, then `to_mlx` returns the MLX array. At first
-    `memory` contains zeros."""
+    """A new MLX array that NumPy fills: NumPy writes to `memory`, which contains zeros at first; then `to_mlx` returns
+    the array."""
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
         self.dtype: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32
-        # array: the MLX array, of which `memory` is a view. It is None for a small array, which NumPy allocates,
-        # because waiting for memory from MLX takes as long as a small step.
+        # array: the MLX array, of which `memory` is a view. It is None for a small array, which NumPy allocates
+        # (LARGE_SIZE).
         self.array: mx.array | None = mx.zeros(shape, self.dtype) if prod(shape) >= LARGE_SIZE else None
         self.memory: Array = np.zeros(shape, dtype) if self.array is None else view(self.array)
 
@@ -268,18 +261,18 @@ class NewSequence(NewArray):
         T, B, _ = shape
         # returned: the order of the axes that the MLX array will have for the caller.
         self.returned: Order = BATCH_MAJOR if batch_first else TIME_MAJOR
-        # order: the order of the axes in memory. TIME_MAJOR is [T, B, .], BATCH_MAJOR is [B, T, .], and FEATURE_MAJOR
-        # is [T, ., B]. With B = 1 all three are the same layout in memory, and with T = 1 the first two are. In these
-        # cases take the order `returned`, so that `to_mlx` need not transpose.
+        # order: the order of the axes in memory. With B = 1 all three orders are the same layout in memory, and with T
+        # = 1 TIME_MAJOR and BATCH_MAJOR are. In these cases take the order `returned`, so that `to_mlx` need not
+        # transpose.
         self.order: Order = self.returned if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
         super().__init__(dtype, (shape[self.order[0]], shape[self.order[1]], shape[self.order[2]]))
         self.as_allocated: Array = self.memory
         self.memory = self.memory.transpose(self.order)  # each of the three orders is its own inverse permutation
 
     def to_mlx(self) -> mx.array:
-        """Return the sequence that NumPy has written as an MLX array: [B, T, F] if this object was made with
-        `batch_first`, else [T, B, F]. F is the number of features per step."""
-        # self.array: the MLX array whose memory NumPy has filled. None: NumPy allocated the memory; copy it here.
+        """Return the sequence that NumPy has written as an MLX array: [B, T, .] if this object was made with
+        `batch_first`, else [T, B, .]."""
+        # None: NumPy allocated the memory; copy it here.
         array = mx.array(self.as_allocated, self.dtype) if self.array is None else self.array
         if self.order == self.returned:
             return array
@@ -294,34 +287,10 @@ def order_of(sequence: Array) -> Order:
     return BATCH_MAJOR if sequence.strides[0] < sequence.strides[1] else TIME_MAJOR
 
 
-def are_small(problem: Problem, v: Views, D: int) -> bool:
-    """Return whether the products of a call with D directions are so small that one thread computes them as fast as
+def are_small(problem: Problem, v: Views) -> bool:
+    """Return whether the products of a call are so small that one thread computes them as fast as
     several. Return False if they are so small that OpenBLAS uses one thread in any case."""
-    # weights: the elements of the weights of one direction. step: the multiplications in its products of one time step.
-    weights = sum([v[name].size for name in ("Wx", "Wh") if name in v]) // D
+    # weights: the elements of the weights of one direction. step: the multiplications in one time step.
+    weights = sum([v[name].size for name in ("Wx", "Wh") if name in v]) // problem.directions
     step = weights * problem.B
     return weights <= SMALL_WEIGHTS and step <= SMALL_PRODUCT and step * problem.T > ALONE
-
-
-def each_direction(problem: Problem) -> list[tuple[int | None, Problem]]:
-    """Return [(0, problem of direction 0), (1, problem of direction 1)], or [(None, problem)] for a single
-    direction.
-
-    Callers run the directions one after the other, because BLAS uses threads itself. Whether a thread per direction
-    would be faster was not measured; the threads would have to wait for each other where both add to the gradients of x
-    and of a shared mask.
-
-    Callers run them inside `np.errstate(all="ignore")`, which also overrides the user's np.seterr: infinity and NaN in
-    padding, overflow of exp in a sigmoid that is 0, and underflow are no errors, as in MLX's own operations.
-    """
-    return [(d, one_direction(problem, d)) for d in range(2)] if problem.bidirectional else [(None, problem)]
-
-
-def of_direction(d: int | None, values: Views, projects: bool | None = None) -> Views:
-    """Return the parts of all arrays that belong to direction d. If d is None, there is one direction; return all
-    arrays.
-
-    projects: whether the call has a Wx. If it has one, both directions read the same x, so x is not divided. None: the
-    call has a Wx if `values` contains one.
-    """
-    return values if d is None else part(values, d, projects)

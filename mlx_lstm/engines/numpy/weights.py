@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from ..ops.packed import matrix
 from ..packing import WEIGHTS, Packing, is_packed, packed_names
-from ..problem import Arrays
+from ..problem import Arrays, address_of, memory_of
 
 
 class Entry(NamedTuple):
@@ -50,9 +49,8 @@ def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any
     entry = _cached.get(id(first))
     if entry and entry.key == key_of(kind, parameters):
         return entry.value
-    # shared: the parameters as new MLX arrays on the same memory, which mx.stop_gradient makes. Both the key and the
-    # cached value are computed from these arrays, so they belong together even if another thread modifies a parameter
-    # meanwhile.
+    # shared: the parameters as new MLX arrays on the same memory. Both the key and the cached value are computed from
+    # these, so they belong together even if another thread modifies a parameter meanwhile.
     shared = tree_map(lambda leaf: mx.stop_gradient(leaf) if isinstance(leaf, mx.array) else leaf, parameters)
     mx.eval(shared)
     value = derive(shared)
@@ -68,17 +66,16 @@ def key_of(kind: Hashable, parameters: Any) -> Hashable:
     key: list[Hashable] = [kind]
     for path, leaf in tree_flatten(parameters):
         if isinstance(leaf, mx.array):
-            memory = leaf.view(mx.uint16) if leaf.dtype == mx.bfloat16 else leaf  # NumPy has no bfloat16
-            mx.eval(memory)
-            memory = np.array(memory, copy=False)
-            leaf = memory.__array_interface__["data"][0], memory.shape, memory.strides, leaf.dtype
+            mx.eval(leaf)
+            memory = memory_of(leaf)
+            leaf = address_of(memory), memory.shape, memory.strides, leaf.dtype
         key.append((path, leaf))
     return tuple(key)
 
 
 def with_float_weights(packing: Packing, arrays: Arrays) -> Arrays:
-    """Return the arrays with each quantized weight (integers, scales and biases) replaced by its dequantized matrix
-    in float32, the dtype of x: a call with quantized weights is never in float64."""
+    """Return the arrays with each quantized weight replaced by its dequantized matrix in float32, the dtype of x: a
+    call with quantized weights is never in float64."""
     quantized = packed_names(arrays)
     floats = {name: array for name, array in arrays.items() if name not in quantized}
     for name in WEIGHTS:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..cell_tracer import values_of
 from ..cells import PointwiseCell
-from ..problem import Array, Arrays, Problem
+from ..problem import Array, Arrays
 from ..tracing import split_apart, view_of, vjp
 
 
@@ -21,6 +21,11 @@ def blocks(array: Array | None, count: int) -> list[Array]:
     if array is None or count == 0:
         return []
     return [array] if count == 1 else split_apart(array, count, axis=-1)
+
+
+def joined(parts: list[Array]) -> Array:
+    """Join arrays [..., H] to one [..., count * H]."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
 def chosen(live: Array, one: Array, other: Array) -> Array:
@@ -84,19 +89,17 @@ def pointwise_step(
         values = values_of(graph.nodes, graph.forward, known, like=h)
         after = [mx.broadcast_to(values[n], h.shape) for n in graph.forward]
     saved = mx.zeros((h.shape[0], cell.kept * h.shape[1]), h.dtype)
-    return saved, mx.concatenate(after[1:], axis=-1) if len(after) > 1 else c, after[0]
+    return saved, joined(after[1:]) if len(after) > 1 else c, after[0]
 
 
-def gradients_by_mlx(
-    forward: Callable[[Problem, Arrays], Arrays], problem: Problem, arrays: Arrays, cotangents: Arrays
-) -> Arrays:
-    """Return the gradients of all arrays except lengths. MLX derives them from the function `forward`. cotangents: the
-    cotangents of some of its outputs, by name."""
+def gradients_by_mlx(function: Callable[[Arrays], Arrays], arrays: Arrays, cotangents: Arrays) -> Arrays:
+    """Return the gradients of all arrays except lengths. MLX derives them from `function`, which takes and returns
+    arrays by name. cotangents: the cotangents of some of its results."""
     names = [name for name in arrays if name != "lengths"]
     lengths = {name: array for name, array in arrays.items() if name == "lengths"}
 
     def outputs_of(*values: Array) -> list[Array]:
-        outputs = forward(problem, dict(zip(names, values, strict=True)) | lengths)
+        outputs = function(dict(zip(names, values, strict=True)) | lengths)
         return [outputs[name] for name in cotangents]
 
     # Views of the arrays: the forward pass, which runs again here, then shares no operation with the first run. MLX

@@ -28,8 +28,8 @@ the norm of c.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -38,12 +38,12 @@ from .. import definitions
 from ..cell_graph import CellGraph, needed
 from ..cell_tracer import graph_of, values_of
 from ..cells import AnyCell, PointwiseCell, norm_blocks
-from ..definitions import ScaledNorm, constant, normalised
-from ..directions import half, join, join_gradients, one_direction, part
+from ..definitions import ScaledNorm, constant, normalised, widened
+from ..directions import by_direction, join, join_gradients
 from ..problem import Array, Arrays, Problem
 from ..tracing import distinct, split_apart
 from .packed import dequantized, times_input
-from .pointwise import chosen, gradients_by_mlx, pointwise_step
+from .pointwise import chosen, gradients_by_mlx, joined, pointwise_step
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -54,14 +54,12 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     # are 0 in the padding (steps after an item's end). A NaN times 0 is NaN, so set the padding to 0 first.
     arrays = with_zeros_in_padding(problem, arrays, ("x", "inputs", "mask"))
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
-    if not problem.bidirectional:
-        return sweep_forward(problem, arrays, z)
-    return join([sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2)])
+    return join([sweep_forward(own, given, of["z"]) for _, own, (given, of) in by_direction(problem, arrays, {"z": z})])
 
 
 def with_zeros_in_padding(problem: Problem, arrays: Arrays, names: Sequence[str]) -> Arrays:
-    """Return the arrays of a call, with 0 in the padding (the steps after an item's end) of the arrays `names`, if they
-    have an axis of time."""
+    """Return the arrays of a call, with 0 in the padding (the steps after an item's end) of those of `names` with an
+    axis of time."""
     if "lengths" not in arrays:
         return arrays
     padded = [name for name in names if name in arrays and arrays[name].ndim == 3]
@@ -160,8 +158,8 @@ def step(
     without c returns it unchanged.
     """
     if isinstance(problem.cell, PointwiseCell):
-        # product: the recurrent part of the preactivations. It is None if z contains it already (after a norm of the
-        # sum), or if the cell does not multiply h by Wh.
+        # product: the recurrent part of the preactivations; None if z contains it already (after a norm of the sum), or
+        # if the cell does not multiply h by Wh.
         z, product = preactivations(problem.cell, arrays, z, h_in) if problem.cell.recurrent else (z, None)
         inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
         live = live_items(arrays, t)
@@ -194,9 +192,7 @@ def step(
         of |= {f"p{k}": h_in @ Wh[cell.block(gate, H)].T for k, gate in enumerate(cell.gate_order) if gate != "n"}
     states, gates = definitions.step(cell, of)
     # Join the gates, and return c unchanged if the cell has none.
-    of_gates = [gates[gate] for gate in cell.gate_order]
-    every = of_gates[0] if len(of_gates) == 1 else mx.concatenate(of_gates, axis=-1)
-    return every, states[1] if len(states) > 1 else c, states[0]
+    return joined([gates[gate] for gate in cell.gate_order]), states[1] if len(states) > 1 else c, states[0]
 
 
 def preactivations(cell: AnyCell, arrays: Arrays, z: Array, h_in: Array) -> tuple[Array, Array | None]:
@@ -211,8 +207,8 @@ def preactivations(cell: AnyCell, arrays: Arrays, z: Array, h_in: Array) -> tupl
 
 
 def norm_of(cell: AnyCell, arrays: Arrays) -> ScaledNorm:
-    """Return the layer normalisation of the recurrent product h_in Wh^T, or of the sum of this product and x Wx^T + b.
-    `cell.norm.of` says which of them is normalised."""
+    """Return the layer normalisation of the recurrent product h_in Wh^T, or of its sum with x Wx^T + b
+    (`cell.norm.of`)."""
     assert cell.norm is not None
     return ScaledNorm(norm_blocks(cell), cell.norm.eps, arrays.get("norm_scale"), arrays.get("norm_shift"))
 
@@ -256,14 +252,11 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     saved: the outputs h, c and gates of the forward pass. cotangents: the cotangents of some outputs, by name.
     """
     if isinstance(problem.cell, PointwiseCell):
-        return gradients_by_mlx(forward, problem, arrays, cotangents)
+        return gradients_by_mlx(partial(forward, problem), arrays, cotangents)
     # A second derivative multiplies the mask by a gradient that is 0 in the padding, and NaN times 0 is NaN.
     given, arrays = arrays, with_zeros_in_padding(problem, arrays, ("mask",))
-    if problem.bidirectional:
-        parts = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
-        sweep = join([sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(parts)])
-    else:
-        sweep = sweep_backward(problem, arrays, saved, cotangents)
+    each = by_direction(problem, arrays, saved, cotangents)
+    sweep = join([sweep_backward(own, *values) for _, own, values in each])
     gradients = gradients_after_sweep(problem, arrays, saved, sweep)
     if "mask" in gradients:  # the zeros may have given the mask more rows than the caller's has
         gradients["mask"] = sum_to_shape(gradients["mask"], given["mask"].shape)
@@ -271,20 +264,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Run the backward steps of one direction. Return the arrays from which `gradients_after_sweep` computes the
-    gradients:
-
-    - dz [T, B, G H]: the gradient of the preactivations
-    - with a norm of the product h Wh^T or of its sum with the input's part: da [T, B, G H], the gradient of the norm's
-      result; dp, the gradient of h Wh^T (dz is then the gradient of the input's part alone); y, the numbers before
-      scale and shift
-    - with a norm of c: dn [T, B, H], the gradient of its result; yc, the numbers before scale and shift
-    - dh0 [B, P]: the gradient of h0
-    - dc0 [B, H], for an LSTM: the gradient of c0
-    - dh [T, B, P], for an LSTM: the gradient of h, from which the gradient of the projection is computed
-    - carry [T, B, H], for an LSTM or GRU with the option `keep`: the gradient of keep * c (LSTM), or the part of the
-      gradient of keep * h that bypasses the recurrent product (GRU)
-    """
+    """Run the backward steps of one direction. Return the arrays, by name, from which `gradients_after_sweep` computes
+    the gradients; its docstring lists them."""
     h0, c0 = initial_states(problem, arrays)
     # starts: {name: array [T, B, .]}. Each backward step gets its row of these arrays as `before`: the states before
     # the step, and products that are computed here for all steps at once.
@@ -307,17 +288,17 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
             dh_t = through_projection_clip(problem.cell, arrays, after, dh_t)
         # found: the results of this step. For an item that has ended they become 0, and the gradients of its states
         # stay unchanged, because the forward step left its states unchanged.
-        back = step_back(t, before, after, dh_t, dc_t, dgates)
-        live, found = live_items(arrays, t), {"dz": back.dz, "dh": dh_t} | (back.of_norms or {})
-        for name, array in found.items():
+        found, dh_in, dc_prev, direct = step_back(t, before, after, dh_t, dc_t, dgates)
+        live = live_items(arrays, t)
+        for name, array in (found | {"dh": dh_t}).items():
             by_step.setdefault(name, {})[t] = array if live is None else mx.where(live, array, 0)
         # Compute the gradients of h and c before the step: multiply the gradient of h_in by the mask, add the part that
         # bypasses the recurrent product (`direct`), and multiply by `keep`.
-        dh_new = times_mask(arrays, back.dh, t)
-        dh_new = dh_new if back.direct is None else dh_new + back.direct
-        dc_new = dc if back.dc is None else back.dc
+        dh_new = times_mask(arrays, dh_in, t)
+        dh_new = dh_new if direct is None else dh_new + direct
+        dc_new = dc if dc_prev is None else dc_prev
         if "keep" in arrays:
-            carry = back.direct if back.dc is None else back.dc  # a GRU has `direct`, an LSTM has `dc`
+            carry = direct if dc_prev is None else dc_prev  # a GRU has `direct`, an LSTM has `dc_prev`
             if carry is not None:  # a plain RNN has none
                 by_step["carry"][t] = carry if live is None else mx.where(live, carry, 0)
             dh_new, dc_new = times_keep(arrays, dh_new, t), times_keep(arrays, dc_new, t)
@@ -330,31 +311,11 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     return sweep | {"dh0": dh}
 
 
-class StepGradients(NamedTuple):
-    """The gradients that the backward pass of one step computes, for B batch items, H hidden units, G gates and h of
-    width P.
-
-    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: the gradient of h_in = mask * h_prev,
-    which the step multiplies by Wh. dc [B, H]: the gradient of c_prev, for an LSTM only. direct [B, H]: for a GRU only,
-    the part of the gradient of h_prev that bypasses the product. of_norms: a dict of arrays, for a cell with layer
-    normalisation. If it normalises the product h_in Wh^T, or the sum of this product and the input's part, "da" is the
-    gradient of the result of this norm, and "dp" the gradient of the product. If it normalises c, "dn" is the gradient
-    of the result of that norm, and "yc" is c with mean 0 and variance 1.
-    """
-
-    dz: Array
-    dh: Array
-    dc: Array | None = None
-    direct: Array | None = None
-    of_norms: Arrays | None = None
-
-
 class StepBackward:
     """Computes the gradients of one step after the other, from the graph of the cell's derivative."""
 
     def __init__(self, problem: Problem, arrays: Arrays, exposes: bool):
-        """Prepare the graph and the values that are the same at all steps. exposes: whether the gates have
-        cotangents."""
+        """Prepare what is the same at all steps. exposes: whether the gates have cotangents."""
         cell, H = problem.cell, problem.H
         self.cell, self.arrays, self.Wh = cell, arrays, arrays["Wh"]
         self.graph = graph = graph_of(cell, arrays, exposes)
@@ -384,15 +345,17 @@ class StepBackward:
         self.constants: dict[mx.Dtype, dict[int, Array]] = {}
 
     def by_node(self, inputs: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the values of inputs by node instead of by name: {node: value} for {name: value}. Inputs that the
-        graph does not have are left out."""
+        """Return {node: value} for {name of an input: value}. Inputs that the graph does not have are left out."""
         number = self.graph.number
         return {number[name]: value for name, value in inputs.items() if name in number}
 
     def __call__(
         self, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
-    ) -> StepGradients:
-        """Return the gradients of step t.
+    ) -> tuple[Arrays, Array, Array | None, Array | None]:
+        """Return (found, dh_in, dc_prev, direct) of step t. found: the step's row of the arrays dz, da, dp, dn and yc
+        that `gradients_after_sweep` lists. dh_in [B, P]: the gradient of h_in. dc_prev [B, H]: for an LSTM the gradient
+        of c before the step, else None. direct [B, H]: for a GRU the part of the gradient of h before the step that
+        bypasses the product with Wh, else None.
 
         before: the states h and c before the step. For a GRU with reset "after" also q, the candidate's product
         h Wh_n^T + bhn. With a layer normalisation of h_in Wh^T, or of its sum with the input's part, also y and r: the
@@ -403,7 +366,7 @@ class StepBackward:
         # known: {node: value} for all nodes whose values are known before the backward step computes anything.
         known = self.fixed_nodes | known_after(graph, self.cell, after)
         known |= self.by_node(self.inputs_of(t, before, after, dh, dc, dgates))
-        raw, of_norms = None, dict[str, Array]()
+        raw, found = None, dict[str, Array]()
         if graph.has_norm():  # raw: c before its normalisation, which the gradient of the normalisation reads
             raw = values_of(graph.nodes, [graph.norm_operand("norm")], known, like=dh)[graph.norm_operand("norm")]
             known[graph.norm_operand("norm")] = raw
@@ -413,7 +376,7 @@ class StepBackward:
         values = values_of(graph.nodes, of.values(), known, like=dh, order=self.order)
         if raw is not None:
             yc, _ = normalised(raw, blocks=1, eps=self.eps)
-            of_norms = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
+            found = {"dn": values[graph.norm_operand("unnorm")], "yc": yc}
         dz = joined([values[n] for n in self.of_x])
         # dh_in: the gradient of h_in. With reset "before" it has three parts: the products with Wh of the gates r and z
         # give one each, and the candidate's product gives the third. The graph computes the third as the gradient of
@@ -424,11 +387,11 @@ class StepBackward:
             dp = joined([values[n] for n, _ in self.of_p]) if self.cell.apart else dz
             if self.norm is not None:
                 da, dp = dp, self.norm.before(dp, before["y"], before["r"])
-                of_norms |= {"da": da, "dp": dp}
+                found |= {"da": da, "dp": dp}
                 dz = dp if self.sums else dz
             dh_in = dp @ self.Wh
         dc_prev, direct = values[of["s1"]] if "s1" in of else None, values[of["s0"]] if self.cell.apart else None
-        return StepGradients(dz, dh_in, dc_prev, direct, of_norms)
+        return found | {"dz": dz}, dh_in, dc_prev, direct
 
     def inputs_of(
         self, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
@@ -448,9 +411,9 @@ class StepBackward:
         return given
 
     def constants_of(self, known: Mapping[int, Array], like: Array) -> dict[int, Array]:
-        """Return {node: array} for the constants of the graph, in the dtype of `like`. The first call creates the
-        constants and fills `self.order`, the list of the nodes to compute; both are the same at every step. known: the
-        nodes whose values are known."""
+        """Return {node: array} for the constants of the graph, in the dtype of `like`. The first call creates them and
+        fills `self.order`, the list of the nodes to compute; both are the same at every step. known: the nodes whose
+        values are known."""
         if like.dtype not in self.constants:
             nodes = self.graph.nodes
             every = order_of(self.graph, tuple(self.of.values()), frozenset(known))
@@ -460,21 +423,15 @@ class StepBackward:
         return self.constants[like.dtype]
 
 
-def joined(blocks: list[Array]) -> Array:
-    """Join arrays [B, H] of the gates to one [B, G H]."""
-    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=-1)
-
-
 @lru_cache(128)
 def order_of(graph: CellGraph, outputs: tuple[int, ...], known: frozenset[int]) -> list[int]:
-    """Return the nodes that must be computed to get the outputs, in an order in which they can be computed. known:
-    nodes whose values are known."""
+    """Return the nodes that must be computed to get the outputs, operands first. known: nodes whose values are
+    known."""
     return [n for n in needed(graph.nodes, outputs, known) if n not in known]
 
 
 def known_after(graph: CellGraph, cell: AnyCell, after: Arrays) -> dict[int, Array]:
-    """Return the values of a graph's nodes that are known after a step. after: h, c and the gates after the step, or
-    some of them."""
+    """Return {node: value} for the nodes that are known after a step. after: h, c and the gates, or some of them."""
     known = {n: after["hc"[k]] for n, k in graph.known_after().items()}  # k: the number of a state, 0 for h, 1 for c
     if graph.saved and "gates" in after:
         known |= zip(graph.saved, by_gate(cell, after["gates"]).values(), strict=True)
@@ -488,8 +445,8 @@ def through_projection_clip(cell: AnyCell, arrays: Arrays, after: Arrays, dh: Ar
     graph, Wp = graph_of(cell, ["Wp"], exposes=False), arrays["Wp"]
     given = {"d0": dh, "W0T": Wp.T} | limits_of(cell, None, after["h"])
     known = known_after(graph, cell, after) | {graph.number[name]: array for name, array in given.items()}
-    # In this graph the forward step multiplies a vector by Wp^T ("W0T"); `projected_vector` computes this vector. The
-    # backward step multiplies the gradient before the clip by Wp ("W0"). This gradient is the result; n is its node.
+    # The forward step multiplies the vector of `projected_vector` by Wp^T ("W0T"). The backward step multiplies the
+    # gradient before the clip, the wanted result, by Wp ("W0"): node n.
     known[graph.operand("W0T")] = projected_vector(cell, arrays, after).astype(Wp.dtype)
     n = graph.operand("W0")
     return values_of(graph.nodes, [n], known, like=dh)[n]
@@ -499,7 +456,7 @@ def projected_vector(cell: AnyCell, arrays: Arrays, after: Arrays) -> Array:
     """Return the vector [.., H] that an LSTM's projection multiplies by Wp^T: o * activation(c) or, if the call
     normalises c, o * activation(norm(c)). after: h, c and the gates after one step or all steps."""
     graph = graph_of(cell, ["Wp"], exposes=False)  # an LSTM with a projection; its gates have no cotangents
-    # n: the node of this vector. The graph computes it from the gates and c, which are known.
+    # n: the node of this vector.
     n, known = graph.operand("W0T"), dict[int, Any](known_after(graph, cell, after))
     if graph.has_norm():
         known[graph.number["N0"]] = norm_of_c(cell, arrays)
@@ -522,20 +479,15 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
                             the user may have both, and several states in c: [T, B, D N H]
     """
     gradients = input_gradients(arrays, sweep["dz"])
-    if problem.bidirectional:
-        # each: for each direction three dicts: its parts of `arrays`, `saved` and `sweep`.
-        each = [[part(values, d) for values in (arrays, saved, sweep)] for d in range(2)]
-        parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(each)]
-        gradients |= join_gradients(parts, arrays)
-    else:
-        gradients |= recurrent_gradients(problem, arrays, saved, sweep)
+    each = by_direction(problem, arrays, saved, sweep)
+    gradients |= join_gradients([recurrent_gradients(own, *values) for _, own, values in each], arrays)
     gradients |= {name: sweep[f"d{name}"] for name in ("h0", "c0") if name in arrays}
     return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
 
 
 def input_gradients(arrays: Arrays, dz: Array) -> Arrays:
-    """Return the gradients of x, Wx and b, computed from dz [T, B, D G H]. Each is one matrix product or sum over
-    all T * B rows."""
+    """Return the gradients of x, Wx and b, computed from dz [T, B, D G H]. Each is one product or sum over all T * B
+    rows."""
     x, Wx = arrays["x"], arrays.get("Wx")
     gradients = {"x": dz}  # without Wx the caller passes the product as x, so dz is the gradient of x
     if Wx is not None:
@@ -587,7 +539,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
 
 def norm_gradients(cell: AnyCell, sweep: Arrays) -> Arrays:
     """Return the gradients of the scale and shift of each norm, and of bhn, which a GRU adds to the norm's result.
-    sweep: da and dn [T, B, .] are the gradients of the norms' results, y and yc the numbers before scale and shift."""
+    sweep: da and dn are the gradients of the norms' results, y and yc the numbers before scale and shift."""
     gradients: Arrays = {}
     for name, d, y in (("norm", "da", "y"), ("norm_c", "dn", "yc")):
         if d in sweep:
@@ -608,8 +560,7 @@ def keep_gradient(cell: AnyCell, before: Arrays, dh: Array | None, carry: Array 
     gradient = mx.zeros(before["h"].shape[:2]) if dh is None else total(dh * before["h"], axis=-1)
     if carry is not None:
         states = [before[name] for name in "hc" if name in before and (name == "c" or cell.passes_h)]
-        joined_states = states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)  # [T, B, N H], like carry
-        gradient = gradient + total(carry * joined_states, axis=-1)
+        gradient = gradient + total(carry * joined(states), axis=-1)
     return gradient[..., None]
 
 
@@ -656,9 +607,8 @@ def normalised_products(problem: Problem, arrays: Arrays, h_prev: Array) -> Arra
 
 
 def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array, y: Array | None) -> Arrays:
-    """Return {"q": the recurrent product of the candidate at every step, [T, B, H]}, computed as one product over
-    all T * B rows. Return an empty dict unless the cell is a GRU whose reset comes after this product. y: the
-    normalised product, if it is normalised."""
+    """Return {"q": the recurrent product of the candidate at every step, [T, B, H]}, computed as one product. Return an
+    empty dict unless the cell is a GRU whose reset comes after this product. y: the product, if it is normalised."""
     cell = problem.cell
     if cell.reset != "after":
         return {}
@@ -678,8 +628,7 @@ def peephole_gradient(cell: AnyCell, dz: Array, c_prev: Array, c: Array) -> Arra
 
 
 def project(problem: Problem, arrays: Arrays) -> Array:
-    """Return the input's part of the preactivations [T, B, D G H], computed as one matrix product over all T * B
-    rows."""
+    """Return the input's part of the preactivations [T, B, D G H], computed as one product over all T * B rows."""
     x = arrays["x"]
     return project_rows(problem, arrays, flat(x)).reshape(*x.shape[:2], -1)
 
@@ -750,8 +699,8 @@ def of_live(live: Array, sequence: Array) -> Array:
 
 
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """Return x, summed over axes so that the result has this shape: over the axes that `shape` lacks, or in which its
-    size is 1. The gradient of a broadcast is such a sum."""
+    """Return x, summed to this shape over the axes that `shape` lacks, or in which its size is 1, as for the gradient
+    of a broadcast."""
     added = x.ndim - len(shape)  # how many axes `shape` lacks in front
     axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
     return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
@@ -759,7 +708,7 @@ def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
 
 def total(x: Array, axis: int | Sequence[int]) -> Array:
     """Return the sum of x over `axis`. 16-bit numbers are summed in float32."""
-    return (x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x).sum(axis=axis)
+    return widened(x).sum(axis=axis)
 
 
 def flat(x: Array) -> Array:

@@ -41,11 +41,7 @@ STEPS = 24
 these arrays into sequences. This launch can read about 20 arrays only. So with more steps, as here, earlier launches
 have to join arrays, too."""
 
-BARE: dict[str, dict[str, None]] = {
-    "lstm": {"h0": None, "c0": None},
-    "gru": {"h0": None, "bhn": None},
-    "rnn": {"h0": None},
-}
+BARE = {"lstm": ("h0", "c0"), "gru": ("h0", "bhn"), "rnn": ("h0",)}
 """For each op, the arguments that are None in the cases called "bare"."""
 
 WIDE: dict[str, dict[str, Any]] = {

@@ -112,12 +112,10 @@ def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
 def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
     """Return the layout of an array as text, such as "[H, 4H]". groups: the letters of each axis. The letters D
     (directions) and G (gates) are printed as numbers. K, the axis that is multiplied by h[t-1], is printed as H'."""
-    spelled = []
+    spelled, G = [], sizes["G"]
     for group in groups:
         text = " x ".join(str(sizes[part]) if part in "DG" else "H'" if part == "K" else part for part in group)
-        spelled.append(
-            {f"{sizes['G']} x H": f"{sizes['G']}H", f"2 x {sizes['G']} x H": f"{2 * sizes['G']}H"}.get(text, text)
-        )
+        spelled.append({f"{G} x H": f"{G}H", f"2 x {G} x H": f"{2 * G}H"}.get(text, text))
     return f"[{', '.join(spelled)}]"
 
 
@@ -196,7 +194,7 @@ def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
     try:
         content = Budget(len(text or "")).json(text or "{}")  # raises ValueError for deeply nested text
         if not isinstance(content, dict):
-            raise ValueError(f"a {type(content).__name__}")
+            raise ValueError(f"it is of type {type(content).__name__}")
     except ValueError as error:
         raise ValueError(f"--descriptor must be a JSON object such as '{{\"reverse\": true}}': {error}") from None
     table = {field.name: field.name for field in fields(DESCRIPTORS[op])}
@@ -219,9 +217,11 @@ def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
     if backward and "source_gradient" not in arguments:
         raise ValueError(f"{title(backward[0])} needs {title('source_gradient')}, the gradient of h that came in")
     dtype = arguments["source"].dtype
+    if dtype not in (np.float32, np.float16):
+        raise ValueError(f"source must be float32 or float16 but got {dtype}")
     for name, value in (arguments | results).items():
-        if value.dtype not in (np.float32, np.float16) or value.dtype != dtype:
-            raise ValueError(f"{title(name)} must be float32 or float16, as source is, but got {value.dtype}")
+        if value.dtype != dtype:
+            raise ValueError(f"{title(name)} must be {dtype}, as source is, but got {value.dtype}")
 
 
 def possible_dumps(case: CompareCase, results: Arrays) -> list[Dump]:

@@ -103,9 +103,8 @@ def checkpoint_lines(rows: Sequence[Measurement]) -> list[str]:
         if row.task.every is None or whole is None or not row.peak or not whole.peak:
             continue
         time = ratio(row, whole)
-        figures = f"{row.peak / whole.peak:.3f} of the memory" + (
-            f" and {ratio_cell(time)} of the time" if time else ""
-        )
+        figures = f"{row.peak / whole.peak:.3f} of the memory"
+        figures += f" and {ratio_cell(time)} of the time" if time else ""
         lines.append(f"{label(row.task)} ({row.task.engine}): {figures} of saving every step")
     return lines
 

@@ -30,8 +30,6 @@ SETTLING = (
 """The measurements that check the model in tests/machine_code, which predicts times on a Mac's GPU: (size, engine,
 passes, dtypes). The option `--full` makes them."""
 
-NAMES = {"forward": "forward", "backward": "forward and gradient"}
-"""The name of each pass in the printed lines."""
 
 SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
 """SECONDS: how long each implementation is timed. ROUNDS: its number of turns. QUIET: the seconds that a turn waits
@@ -88,4 +86,5 @@ def time_line(rows: Sequence[Measurement]) -> str:
         cells.append(f"{name} {milliseconds(spread(row)['median'])} ms{times}")
     disturbed = " (other processes ran at the same time)" if any(row.disturbed for row in rows) else ""
     dtype = "" if task.dtype == "float32" else f" {task.dtype}"
-    return f"{task.size!s:15} {NAMES[task.which]}{dtype}: {'; '.join(cells)}{disturbed}"
+    which = "forward and gradient" if task.which == "backward" else task.which
+    return f"{task.size!s:15} {which}{dtype}: {'; '.join(cells)}{disturbed}"
