@@ -343,9 +343,9 @@ def test_two_results_may_differ_by_two_bounds():
     case = draw(np.random.default_rng(0), "lstm", (3, 2, 3, 4))
     exact, bounds = exact_and_element_bounds(lambda fl: judge.evaluated(case, fl), np.float32)
     for factor, is_right in ((1.9, True), (2.1, False)):
-        results = {"ops": exact["h"] + factor * bounds["h"], "torch": exact["h"].copy()}
+        results = {"ops": exact["h"] + factor * bounds["h"], "golden": exact["h"].copy()}
         rows = rows_of(case, {name: contenders.Outcome({"h": array}) for name, array in results.items()})
-        (row,) = (row for row in rows if row.pair == "ops - torch")
+        (row,) = (row for row in rows if row.pair == "ops - golden")
         assert row.failed != is_right
 
 

@@ -107,12 +107,12 @@ def test_a_name_has_one_text(engine, op):
     texts = {}
     only = {"peephole": "lstm", "c0": "lstm", "bhn": "gru"}
     own = {"lstm": [{"projection": True}] * (engine == "stepwise"), "gru": [{"reset": "before"}], "rnn": []}[op]
-    for index, options in [(None, options) for options in (*VARIANTS, *own)] + [(0, {})]:
+    for limits, options in [({}, options) for options in (*VARIANTS, *own)] + [({"index": 0}, {})]:
         if all(only.get(name, op) == op for name in options):
-            with limited(index=index):
+            with limited(**limits):
                 found = texts_of((2, 4, 2, 5, 3), engine, op=op, **options)
             for text in found:
-                assert texts.setdefault(name_of(text), text) == text, (options, index)
+                assert texts.setdefault(name_of(text), text) == text, (options, limits)
     assert len(texts) > 5
 
 
