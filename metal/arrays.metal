@@ -10,7 +10,8 @@
 enum Absent { absent };
 
 // Declare the type of a struct's field for the array `parameter`: the parameter's type without the address space of the
-// parameter itself, which a field must not have. The function has no body, because it is used only as
+// parameter itself, which a field must not have. For example, a pointer `device float*` that lies in the address space
+// `constant` becomes a plain `device float*`. The function has no body, because it is used only as
 // decltype(as_field(z)).
 template <class A> A as_field(A parameter);
 

@@ -99,14 +99,14 @@ struct LSTMCell {
   // Return the gradient of a gate's preactivation. In the forward step the gate is multiplied by one factor; for
   // example, i is multiplied by g in c = f c_prev + i g.
   //   dy      the cotangent of the gate: the gradient that the caller gives for it
-  //   d       the gradient of c or, for gate o, of m
+  //   d       the gradient of c or, for gate o, of m = o s_output(c)
   //   other   the factor                     slope   the derivative of the gate's activation
   static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
   // Compute one step in reverse. p: the constants. y: the gates. before, after: the states before and after the step, h
-  // first, then c. ds: on entry the gradients of m and of the new c; on return ds[1] is the gradient of c_prev, and
-  // ds[0] is 0, because only the recurrent product reads h_prev. dz: on entry the cotangents of the gates (the
-  // gradients that the caller gives for them), on return the gradients of their preactivations.
+  // first, then c. ds: on entry the gradients of m = o s_output(c) and of the new c; on return ds[1] is the gradient of
+  // c_prev, and ds[0] is 0, because only the recurrent product reads h_prev. dz: on entry the cotangents of the gates
+  // (the gradients that the caller gives for them), on return the gradients of their preactivations.
   static void backward(
       thread const float* p, thread const float*, thread const float* y, thread const float* before,
       thread const float* after, thread float* ds, thread float* dz, thread float*, thread float*) {

@@ -231,8 +231,8 @@ struct StepNumbers {
   float states[Cell::CARRIED + 1], ds[Cell::CARRIED + 1], u[SIZE_FOR<Cell::INPUTS>], mask, keep;
 };
 
-// Load the states of one unit, or their gradients, from two arrays: `h` [., B, D H] has number 0, `c` [., B, D CARRIED
-// H] the other ones. at: the unit's position in h.
+// Load the states of one unit, or their gradients, from two arrays: states[0] is read from `h` [steps, B, D H], the
+// CARRIED other states from `c` [steps, B, D CARRIED H]. at: the unit's position in h.
 template <class Cell, int H, class Index, class A, class B>
 void load_states(A h, B c, Index at, int unit, thread float (&states)[Cell::CARRIED + 1]) {
   load_all<1, H>(h, at, unit, states, 0);
@@ -280,9 +280,9 @@ void read_step(
 }
 
 // Set `after` to the states after step n, and item.states to the states before it. states: what read_step has read for
-// this step, the states before it or, if USES_BEFORE is false, after it. The steps run in reverse. So on entry
-// item.states has the states before step n + 1, which are those after step n. The states before step 0 are h0 and c0,
-// or 0 without these arrays. step: how many elements h has per time index.
+// this step: the states before it. (If USES_BEFORE is false it has read the states after it; then item.states is not
+// used.) The steps run in reverse. So on entry item.states has the states before step n + 1, which are those after step
+// n. The states before step 0 are h0 and c0, or 0 without these arrays. step: how many elements h has per time index.
 template <class Cell, int H, class Index, class Arrays>
 void use_states(
     thread const Sweep& sweep, thread const Arrays& a, int n, Index step, int unit,

@@ -142,7 +142,7 @@ void fused_backward(
   const int lane = int(index) % LANES, s = int(index) % GROUP, unit = int(index) / LANES;
   const int row = Unit::operand_block(lane), block = Unit::gate_block(lane) == -1 ? row : Unit::gate_block(lane);
   const bool real = H % (32 / LANES) == 0 || unit < H, has_gate = real && (GATES == LANES || lane != LANES - 1);
-  // 1: the array h has one block of H numbers per item
+  // The argument 1 of time_step: the array h has one block of H numbers per item
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   const auto norm = norm_of_lane<Cell, H>(
       a.norm_eps, a, sweep.direction, block, real ? unit : 0, real && row >= 0, index, vectors + SIZE);

@@ -20,10 +20,10 @@
 //   N = Norm<Cell>   what the cell normalises (norm.metal)
 
 // Which simdgroups' sums a lane reads from threadgroup memory. A simdgroup has UNITS units, and PEERS of its lanes have
-// numbers of the same norm. These lanes divide the sums of all SIMDGROUPS simdgroups among themselves: a lane reads
-// those of TURNS simdgroups, whose numbers are PEERS apart. EVERY: every EVERY-th lane has numbers of the same norm.
-// The sums lie in memory as [EVERY][PLACES][ROWS] pairs of floats: a norm has one place per simdgroup, and zeros up to
-// a multiple of PEERS.
+// numbers of the same norm. These lanes divide the sums of all SIMDGROUPS simdgroups among themselves: a lane reads the
+// sums of every PEERS-th simdgroup, TURNS of them. EVERY: every EVERY-th lane has numbers of the same norm. The sums
+// lie in memory as [EVERY][PLACES][ROWS] pairs of floats, for ROWS batch items; a pair has the two sums that a norm
+// needs. PLACES: one place per simdgroup, and places with zeros up to a multiple of PEERS.
 //
 // IS_WHOLE: every simdgroup has UNITS units. REPEATS: PEERS is a multiple of the number of simdgroups, so that COPIES
 // lanes read the sums of each simdgroup. IS_EVEN: all sums that are read stand for the same number of units.
@@ -38,18 +38,20 @@ struct Peers {
   // sums of successive simdgroups; with REPEATS they begin again after the last simdgroup.
   static uint first(uint lane) { return REPEATS ? lane / EVERY % SIMDGROUPS : lane / EVERY; }
 
-  // part_of returns the part of all H units that a simdgroup has, 0 past the last simdgroup. With this weight its mean
-  // enters the mean of all units. part returns the weight of the mean that a lane reads in turn number `turn`.
-  // simdgroup: the simdgroup whose sums the lane reads first. own: part_of(simdgroup), which a launch computes once.
+  // part_of returns the fraction of all H units that a simdgroup has, 0 past the last simdgroup. This fraction is the
+  // weight of its mean in the mean of all units. A lane reads the means of several simdgroups, one per turn; part
+  // returns the weight of the mean that it reads in turn number `turn`. simdgroup: the simdgroup whose sums the lane
+  // reads first. own: part_of(simdgroup), which a launch computes once.
   static float part(uint simdgroup, float own, int turn) {
     if (IS_EVEN) return 1.0f / PLACES;
     return TURNS == 1 ? own : part_of(int(simdgroup) + PEERS * turn);
   }
   static float part_of(int simdgroup) { return float(clamp(H - UNITS * simdgroup, 0, int(UNITS))) * (1.0f / H); }
 
-  // Return the factor on the sum of squares of one simdgroup, with which the sum over all lanes becomes a term of the
-  // variance of N numbers. COPIES lanes add the squares of the same simdgroup, so the factor is 1 / (COPIES N). If
-  // IS_EVEN, it is PLACES times as large, because moments_of_all divides its sum by PLACES.
+  // Return the factor by which each simdgroup multiplies its sum of squares. The lanes that read these products add
+  // them up, and the total is the part of the variance of N numbers that lies inside the simdgroups. COPIES lanes add
+  // the squares of the same simdgroup, so the factor is 1 / (COPIES N). If IS_EVEN, it is PLACES times as large,
+  // because moments_of_all divides its sum by PLACES.
   static constexpr float squares(int N) { return float(IS_EVEN ? PLACES : 1) / (float(COPIES) * N); }
 
   // Return 1 / (the number of units of a simdgroup), with which the sum of its numbers becomes their mean. The last
@@ -153,10 +155,11 @@ void share(
 }
 
 // Replace own[r] by the mean of all numbers of the norm and 1 / sqrt(variance + eps). On entry own[r] is the mean m_s
-// of one simdgroup, and its sum of squares times P::squares(N), where N numbers are normalised together. n_s of them
-// are in simdgroup s. part: n_s / N of the simdgroup whose sums this lane reads first. `mean` is the sum of m_s n_s / N
-// over all simdgroups. `squares` adds up n_s / N (m_s - mean)^2 and the sums of squares. If IS_EVEN, both are PLACES
-// times as large, and the result is divided by PLACES, which saves multiplications.
+// of one simdgroup s, and its sum of squared distances from m_s times the factor P::squares(N), where N numbers are
+// normalised together. n_s of them are in simdgroup s. part: n_s / N of the simdgroup whose sums this lane reads first.
+// `mean` is the sum of m_s n_s / N over all simdgroups. `squares` adds up n_s / N (m_s - mean)^2 and the sums of
+// squares. If IS_EVEN (every weight n_s / N is 1 / PLACES), both are computed PLACES times as large, and the result is
+// divided by PLACES, which saves multiplications.
 template <class P, int EVERY, int ROWS>
 void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index, threadgroup float4* memory) {
   Pair all[P::TURNS][ROWS];
@@ -178,9 +181,9 @@ void moments_of_all(thread Pair (&own)[ROWS], float part, float eps, uint index,
 // the lane has such a number; otherwise 0, and x[r][j] must be 0. If all lanes are in one norm (EVERY is 1), so are the
 // COUNT numbers of a lane, which are TOGETHER. Otherwise each number of a lane belongs to another norm, whose sums have
 // their own part of the memory. EACH: how many numbers of a norm a unit has: 1, or GATES if all gates are normalised
-// together. part: the part of all units that the simdgroup has whose sums this lane reads first. First each simdgroup
-// computes the mean of its own numbers (P::share is 1 / its units) and their sum of squares (P::squares is the factor
-// with which it enters the variance).
+// together. The lane first reads the sums of one simdgroup; part: the fraction of all units that this simdgroup has.
+// First each simdgroup computes the mean of its own numbers (P::share is 1 / its units) and their sum of squares
+// (P::squares is the factor with which it enters the variance).
 template <int H, int LANES, int EVERY, int EACH, int ROWS, int COUNT>
 void standardise(
     thread float (&x)[ROWS][COUNT], thread const float (&counts)[COUNT], float part, float eps, uint index,
@@ -221,8 +224,9 @@ void sums_of_all(thread Pair (&own)[ROWS], uint index, threadgroup float4* memor
 // Replace d[r][j], the gradient of y[r][j] = (x - mean) / sqrt(variance + eps), by the gradient of x:
 //   factor (d - (sum of d) / N - y (sum of d y) / N)   with factor[r][j] = 1 / sqrt(variance + eps)
 // d[r][j] must be 0 if the lane has no number j. N: how many numbers are normalised together. If several lanes have a
-// copy of one number, N counts each copy. The sums are divided by COPIES, too, because sums_of_all returns COPIES times
-// the sums. As in standardise, COUNT numbers of a lane are TOGETHER in one norm, or each in another one.
+// copy of one number, N counts each copy. The sums are divided by COPIES, too, because COPIES lanes read the sums of
+// each simdgroup, so sums_of_all returns COPIES times the sums. As in standardise, COUNT numbers of a lane are TOGETHER
+// in one norm, or each in another one.
 template <int H, int LANES, int EVERY, int N, int ROWS, int COUNT>
 void standardise_backward(
     thread float (&d)[ROWS][COUNT], thread const float (&y)[ROWS][COUNT], thread const float (&factor)[ROWS][COUNT],

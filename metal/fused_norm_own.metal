@@ -64,8 +64,9 @@ void read_gates(
 }
 
 // Copy the gradients d of batch item number r to `numbers`, from which own_products_backward computes the gradients of
-// the products. d holds the gradients of preactivations; the first ones, one per gate of the lane, are those of the
-// norm's results, and only these are copied. If the item has ended (not `live`), they become 0.
+// the products. d holds the gradients of preactivations. A preactivation is the norm's result, plus the input's part if
+// only the product is normalised. So the first ones, one per gate of the lane, are also the gradients of the norm's
+// results; only these are copied. If the item has ended (not `live`), they become 0.
 template <int ROWS, int COUNT, int SIZE>
 void keep_gradients(bool live, int r, thread const float (&d)[SIZE], thread NormNumbers<ROWS, COUNT>& numbers) {
   UNROLL for (int j = 0; j < COUNT; ++j) numbers.d[r][j] = live ? d[j] : 0.0f;

@@ -36,8 +36,9 @@ struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
     NEEDED = (LENGTH + GROUP - 1) / GROUP,
     // A lane needs at least NEEDED weights of each row, so that the lanes together have the whole row. SPAN is NEEDED,
     // rounded up to a power of two and to at least 8, because lanes read eight weights at a time. The size of a
-    // quantization group is a power of two, too. So a lane's weights lie in one group, or fill whole groups. 128 is
-    // enough: a threadgroup has at most 1024 threads, so H <= 1024, and GROUP is 8.
+    // quantization group is a power of two, too. So a lane's weights lie in one quantization group of SIZE weights, or
+    // fill whole groups. 128 is enough: a threadgroup has at most 1024 threads, so H <= 1024, and GROUP = 8 lanes share
+    // a row.
     SPAN = NEEDED <= 8 ? 8 : NEEDED <= 16 ? 16 : NEEDED <= 32 ? 32 : NEEDED <= 64 ? 64 : 128,
     RUNS = SPAN / 4,
     PIECE = SPAN < SIZE ? SPAN : SIZE,

@@ -120,8 +120,8 @@ float sum_of_unit(thread float (&sums)[UNITS]) {
 // Run the backward pass. If fewer than ROWS items are left, the last one is added to the sum dw only once. own: the
 // lane's unit; a lane without one reads the numbers of `unit` 0. ds: the gradients of the states from later steps. now:
 // the states after the step. back: at first the gradients of the states after the step, then those of the states before
-// it. w, dw: the parameters and their gradients. ND, V, U: the sizes of d, dw and du. norm, of_norm: the numbers that a
-// lane needs for layer normalisation (fused_norm_own.metal).
+// it. w, dw: the parameters and their gradients. ND, V, U: the sizes of d, dw and du. norm: the numbers for layer
+// normalisation that stay the same in a launch; of_norm: those of one step (fused_norm_own.metal).
 template <class Cell, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Arrays>
 void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int P = Cell::PRODUCTS, C = Cell::CARRIED, LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS;

@@ -45,8 +45,9 @@ template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256
 // number is undefined.)
 inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
 
-// Convert two quantized weights at once: return two halves in one 32-bit word. `word` holds the BITS bits of one weight
-// from bit `first` of its lower 16 bits on, and those of the other from bit `first` of its upper 16 bits on.
+// Convert two quantized weights at once: return two numbers of type half in one 32-bit word. The types B (any) and
+// Absent of the last argument tell integers from small floats. `word` holds the BITS bits of one weight from bit
+// `first` of its lower 16 bits on, and those of the other from bit `first` of its upper 16 bits on.
 //   with_exponents          for integers q that are already at the top of the mantissas: set both exponents to the
 //                           exponent of 2^BITS, which gives 2^BITS + q
 //   halves_of(.., B)        for integers q: move q to the top of the mantissas, then call with_exponents

@@ -151,8 +151,8 @@ void find_row(thread const Items<S>& x, int b, int, thread ItemsRow<const device
   row.values = x.first + b * x.pitch;
 }
 
-// Return the operand that consists of the direction of step s in an array [B, D width]. Its pitch, the distance between
-// batch items, is D width.
+// Return the operand that is the part of an array [B, D width] that belongs to the direction of step s. Its pitch, the
+// distance between batch items, is D width.
 template <class S>
 Items<S> items_of(thread const Step& s, const device S* values, int width) {
   return {values + place(s, 0, 0, width), Index(s.D) * width};

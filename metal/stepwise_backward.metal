@@ -33,7 +33,7 @@ struct FollowingRow {
 // The operand x of the product, for all batch items; the function find_row below selects the row of one item. dz: the
 // gradients dz that the launch before wrote or, with a projection, dh_t. a: the arrays, of which find_row reads the
 // gates. s: the step. H: how many numbers of dz each gate has. (s.H can be another number: in the kernel stepwise_dh it
-// is P.)
+// is P, the width of a projected h.)
 template <class Cell, class S, class Arrays>
 struct Following {
   using Row = FollowingRow<S, Arrays>;
@@ -102,10 +102,10 @@ const device S* dh_or_dz(Absent, const device S* dz) { return dz; }
 template <class S, class X>
 const device S* dh_or_dz(const device X* row, const device S*) { return (const device S*)row; }
 
-// Return the gradient of h_t[b, j] without the carry: the cotangent dh of step t, plus the gradient that comes from the
-// next step. This is `sum`, a number of the product, times the mask of the next step, because the forward product
-// multiplied mask * h. At the item's last step it is dhT. For a cell without a product (PRODUCTS = 0) it is 0. width:
-// the width of h.
+// Return the gradient of h_t[b, j] without the carry (the part that does not go through the recurrent product): the
+// cotangent dh of step t, plus the gradient that comes from the next step. This is `sum`, a number of the product,
+// times the mask of the next step, because the forward product multiplied mask * h. At the item's last step it is dhT.
+// For a cell without a product (PRODUCTS = 0) it is 0. width: the width of h.
 template <class Cell, class Arrays>
 float dh_sum(
     thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j, int width) {

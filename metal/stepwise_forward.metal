@@ -33,9 +33,10 @@ struct Previous {
   thread const Step* s;
 };
 
-// Return the h before a step: h0 if the step is the first one of the item (`begins`), else h of the previous row.
-// Without h0 (Absent) return h in both cases. At step n = 0 no product is computed then. In reverse an item shorter
-// than T begins at a later step; the launches before have written zeros as its h.
+// Return the h before a step: h0 if the step is the first one of the item (`begins`), else h, which the launch of the
+// step before wrote. Without h0 (Absent) return h in both cases; at step n = 0 nothing reads this pointer, because no
+// product is computed. In reverse an item shorter than T begins at a later step; the launches before have written zeros
+// as its h.
 template <class S> const device S* first_or(Absent, bool, const device S* h) { return h; }
 template <class S> const device S* first_or(const device S* h0, bool begins, const device S* h) {
   return begins ? h0 : h;

@@ -48,7 +48,7 @@ void stepwise_gru_reset(
 // if SAVES, the gates [B, D 3H] for a backward pass. All are 0 past an item's end.
 //   reset_row   the row of the first launch, [3, B, D H]: r * mask * h_before (the operand x of the product), r, z
 //   N           the candidate's gate number. The product has only the candidate's columns
-//   last, h     h before the step, and times `keep`
+//   last        h before the step; h: last times `keep`
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_gru_candidate(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -222,17 +222,18 @@ struct CellForDh {
   static int block(int gate);  // code that never runs with one segment names this function
 };
 
-// The first launch of a backward step: compute dh_t [B, D K], the gradient of h, from the gradients that the launch
-// before wrote and from the cotangents (the gradients that the caller gives). The argument `false` leaves out the carry
-// of h, which the second launch adds.
+// The first launch of a backward step: compute dh_t [B, D K], the gradient of h of width K, from the gradients that the
+// launch before wrote and from the cotangents (the gradients that the caller gives). The argument `false` leaves out
+// the carry of h (the part of its gradient that does not go through the product), which the second launch adds.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_dh(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
   stepwise_dh<CellForDh<Cell, false>, Product, S>(a, sums, group, simdgroup, lane);
 }
 
-// Compute dh0 [B, D K], the gradient of the first h, once after all backward steps. No second launch follows. So if the
-// cell also reads h outside the product, as a GRU does (Cell::PASSES_H), the carry of h is added here.
+// Compute dh0 [B, D K], the gradient of the first h, once after all backward steps. K: the width of h. If the cell also
+// reads h outside the product, as a GRU does (Cell::PASSES_H), that part of its gradient, the carry of h, is added
+// here, because no second launch follows.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_norm_dh0(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -337,11 +338,12 @@ void scaled_gradients(
 }
 
 // The second launch of a backward step: compute the gradients in the cell and in the norms. The first loop over the
-// units adds up the two sums for the norm of c, in of[0] and of[1], because unit_gradients takes c_sums as a constant.
-// The second loop adds up the sums for the norms of the gates: of[2 n] is the sum of g, and of[2 n + 1] the sum of g y,
-// over the numbers of norm n. g is the gradient of the norm's result times its scale (`scaled`). Each norm has its own
-// part of the threadgroup memory `sums`. The third loop computes the gradient of x, (g - mean(g) - y mean(g y)) /
-// sqrt(variance + eps), and writes the row a.after (N carries, V = SUMMED, G = GATES, U = INPUTS, M = GRADIENTS):
+// units adds up the two sums for the norm of c, in of[0] and of[1] and not in c_sums, because c_sums is a const
+// parameter of unit_gradients, which the loop calls. The second loop adds up the sums for the norms of the gates: of[2
+// n] is the sum of g, and of[2 n + 1] the sum of g y, over the numbers of norm n. g is the gradient of the norm's
+// result times its scale (`scaled`). Each norm has its own part of the threadgroup memory `sums`. The third loop
+// computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps), and writes the row a.after (N
+// carries, V = SUMMED, G = GATES, U = INPUTS, M = GRADIENTS):
 //   [B, D N H]  float: the carries, which the launch of the step before reads
 //   [B, D N H]  float, with `keep` only: the carries before their multiplication by keep
 //   [B, D V H]  float: the gradients of the parameters, summed over all steps so far

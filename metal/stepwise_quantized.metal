@@ -61,7 +61,8 @@ struct PackedColumn {
 
 // The sums of a lane over its next TAKEN weights of each of OWN columns, for ROWS batch items, before scale and bias
 // are applied.
-//   products[column][row]   the sum of x times number_at(weight)
+//   products[column][row]   the sum of x times number_at(weight), the number that stands for the weight before scale
+//   and bias
 //   x_sums[row]             the sum of x, by which the bias is multiplied later
 //   scales, biases          scale and bias of the weights' group, per column. If several lanes share a group, only the
 //                           first of these lanes reads them; the others have 0
@@ -208,8 +209,8 @@ void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool in
   constexpr int WORDS = (BITS + 1) / 2;
   UNROLL for (int e = 0; e < 2; ++e) {
     float scale = 0.0f, bias = 0.0f;
-    // 16 weights take 16 BITS bits, which are BITS numbers of type ushort. If BITS is odd, they may begin in the middle
-    // of a 32-bit word, so they are read as ushort.
+    // 16 weights take 16 * BITS bits, which are BITS numbers of type ushort. If BITS is odd, they may begin in the
+    // middle of a 32-bit word, so they are read as ushort.
     const device ushort* halves = (const device ushort*)own.columns[e].words + own.k / 16 * BITS;
     UNROLL for (int n = 0; n < WORDS; ++n) {
       own.words[e][n] = 0u;

@@ -28,8 +28,8 @@ constant constexpr int TURN = 128, PITCH = TURN + 4;
 // specialization is for weights that are not quantized.
 //   columns       pointers to the lane's weights of the next turn, one per column
 //   numbers       its weights of the current turn: QUADS vectors of 4 neighbouring weights per column
-// Eight lanes read 32 neighbouring weights of a row, one quad. The SLICES simdgroups that share a turn take quads
-// in rotation, so the quads of one simdgroup are 32 * SLICES numbers apart.
+// Eight lanes read 32 neighbouring weights of a row, one quad. The SLICES simdgroups that share a turn (128 terms that
+// are added at once) take quads in rotation, so the quads of one simdgroup are 32 * SLICES numbers apart.
 template <class W, int SLICES> struct LaneColumns {};
 template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   enum { SPAN = 4, QUADS = 4 / SLICES, STEP = 32 * SLICES };
@@ -94,8 +94,8 @@ void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
 // zeros behind them, up to number `end` rounded up to a multiple of 32. The caller passes 128 as `end` if the weights
 // are quantized, because their product reads the whole tile, else `left`. This simdgroup copies the rows first, first +
 // STEP, ..., at most OWN of COUNT rows. A lane copies the numbers lane, lane + 32, ... of a row. But the pointers in
-// `rows` are set to number 4 lane, as copy_turn needs them, so 3 lane is subtracted from the index. own: where the lane
-// writes its first number; rows are PITCH floats apart.
+// `rows` already point to number 4 * lane, as copy_turn needs them, so 3 * lane is subtracted from the index. own:
+// where the lane writes its first number; rows are PITCH floats apart.
 template <int COUNT, int STEP, int OWN, class R>
 void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int end, threadgroup float* own) {
   for (int part = 0; part < end; part += 32) {
@@ -178,17 +178,18 @@ struct ByTiles {
   //   copied, operands   where this thread's numbers begin in the tile, to write them and to read them
   // Barriers: each turn has one barrier between the copies and the products, and one between the products and the next
   // writes to this memory, which are the copies of the next turn or the sums. At the end one barrier separates the
-  // writes of the sums from their reads. If SLICES > 1, each element of the result has a sum of each slice. A thread
-  // then adds these up only for the elements that it reads afterwards: those with the indices i, i + THREADS, ...,
-  // where i is the thread's index in the threadgroup. No barrier follows, so the thread must not read other elements.
+  // writes of the sums from their reads. If SLICES > 1, SLICES simdgroups (slices) each compute a part of the same
+  // sums, so each element of the result has one sum per slice. A thread then adds these up only for the elements that
+  // it reads afterwards: those with the indices i, i + THREADS, ..., where i is the thread's index in the threadgroup.
+  // No barrier follows, so the thread must not read other elements.
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
   static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
     using Own = LaneColumns<W, SLICES>;
     constexpr int STEP = THREADS / 32, OWN = (ROWS + STEP - 1) / STEP;
     const int lane = block.lane, simdgroup = block.simdgroup, length = K / SEGMENTS;
     const int slice = SLICES == 1 ? 0 : simdgroup / (COLUMNS / 8), eight = simdgroup - COLUMNS / 8 * slice;
-    // eight: the number of the eight columns that this simdgroup computes. They never belong to two gates, because
-    // UNITS is a multiple of 8. So one gate and the first unit describe them.
+    // eight: the index of the group of eight columns that this simdgroup computes. The eight columns never belong to
+    // two gates, because UNITS is a multiple of 8. So one gate and the first unit describe them.
     const int first_unit = block.j0 + eight % (UNITS / 8) * 8, gate = Gates::block(FIRST + eight / (UNITS / 8));
     // This lane's position in an 8 x 8 matrix: its row and the first of its two columns.
     const int row = (lane >> 2 & 4) + (lane >> 1 & 3), pair = (lane >> 2 & 2) * 2 + (lane & 1) * 2;

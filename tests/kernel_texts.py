@@ -135,7 +135,8 @@ def make_parser():
 def main():
     """Write the files, print the number of kernels in each family, and return the exit code."""
     options = make_parser().parse_args()
-    names = write(options.folder, kernel_texts(grid(full=not options.short)) + generated_texts())
+    texts = kernel_texts(grid(full=not options.short)) + ([] if options.short else generated_texts())
+    names = write(options.folder, dict.fromkeys(texts))
     print("\n".join(f"{count:5} {name}" for name, count in sorted(names.items())))
     print(f"{names.total():5} kernels of {len(names)} families, written to {options.folder}", flush=True)
     return 1 if options.compile and compile_each(shlex.split(options.compile), options.folder) else 0

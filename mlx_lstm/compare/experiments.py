@@ -199,7 +199,7 @@ def swapped_2_3(array: np.ndarray, axis: int) -> np.ndarray:
 
 def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
     """Yield the experiments E:mask, one for each layout of a mask: does MPSGraph accept it, and multiply h[t-1] by it?
-    A reading's function returns 0 if the reading fits, and infinity if it does not."""
+    Each possible answer (reading) has a function, which returns 0 if the answer fits, and infinity if it does not."""
     # taken: whether `mlx_lstm.mpsgraph` accepts masks of a shape: those that broadcast to [N, DH]. In a shape DH is H
     # times the number of directions.
     taken: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}

@@ -96,7 +96,8 @@ def search(dumps: list[Dump]) -> tuple[Reading, bool]:
         best = nearest(alone, "readings")
     if best.fitting == len(best.distances):
         return best, False
-    # Leave out pairs of the same kind, which exclude each other. Only two changes of a layout may concern two arrays.
+    # Leave out pairs of the same kind, which exclude each other. Pairs of layout changes stay, because they may concern
+    # two different arrays.
     pairs = [(dump, pair) for dump in dumps for pair in combinations(list(changes(dump, few=True)), 2)]
     pairs = [(dump, pair) for dump, pair in pairs if pair[0].kind != pair[1].kind or pair[0].kind == "layout"]
     return max(best, nearest(pairs, "pairs of readings"), key=lambda reading: reading.fitting), True

@@ -397,8 +397,9 @@ def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], l
     for key in layers.keys() - told.keys():
         outermost, _, inner = layers[key][0].keys[0].partition("//")
         parts = inner.split("/")[:-1]  # the last part is the array's name
-        # found: the configuration's layers with the outermost name and a part of the path as innermost name. The
-        # innermost part with such a layer counts.
+        # found: go through the parts of the path from the last to the first, and take the layers of the configuration
+        # whose innermost name is this part and whose outermost name is `outermost`. Stop at the first part with such
+        # layers.
         found = next((ends[outermost, part] for part in reversed(parts) if (outermost, part) in ends), [])
         if len(found) > 1:
             found = [each for each in found[:MOST_ALIKE] if set(each.path) <= {outermost, *parts}]

@@ -147,7 +147,7 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
     # A number at the end of the name, as in "lstm.0", is taken for the layer's number.
     base, _, number = name.rpartition(".")
     layer = int(number) if number.isdecimal() else None
-    # False: this is not certain, since the number may also count other modules.
+    # The argument False: it is not certain that the number is the layer's, since it may also count other modules.
     return match[1], Group(path, base if layer is not None else name, layer, way, False, {}, form)
 
 
@@ -187,7 +187,7 @@ def groups_of(
             leaf, group = parsed
             if key in places:
                 name, layer, way = places[key]
-                # True: the metadata say that it is the layer's number.
+                # The argument True: the metadata say that `layer` is the layer's number.
                 group = group._replace(own=name, name=name, layer=layer, way=way, numbered=True)
             # Keys of the same layer and direction share the group of the first of them.
             found.setdefault((group.own, group.layer, group.way, group.form), group).keys[leaf] = key
@@ -220,9 +220,9 @@ def layers_of(
     buckets: dict[str, list[Group]] = {}
     for group in groups_of(arrays, keys, ways, told.places):
         buckets.setdefault(group.name, []).append(group)
-    # A number after a name counts the layers of a stack only if no other modules are numbered after this name, as in a
-    # Sequential. counted: for each key the names in it that a number follows. totals: the number of keys by such a
-    # name.
+    # A number after a name counts the layers of a stack only if no other module has a number after this name. (In a
+    # Sequential the numbers count all modules.) counted: for each key the names in it that a number follows. totals:
+    # the number of keys by such a name.
     counted = {key: names_counted_by(key, buckets) for key in arrays}
     totals = Counter(name for names in counted.values() for name in names)
     layers, used = {}, {}
@@ -239,8 +239,8 @@ def layers_of(
                 act = {} if nonlinearity is None else {"activation": nonlinearity}
                 found.append((label, stack_keys, weights_of(stack, parts, {**options, **act})))
         except ValueError:
-            # The layers cannot be read. Raise the error if the caller wants one of them; it may be called by several
-            # names.
+            # The layers cannot be read. Raise the error if `only` names one of them. A layer may have several names,
+            # such as rnn and rnn.0.
             names = {name, *(f"{name}.{group.layer}".lstrip(".") for group in groups), *(group.own for group in groups)}
             if only is None or names & set(only):
                 raise
@@ -320,9 +320,9 @@ def arranged(
     """Divide the layers of one name into stacks: one stack if all layers fit together, else one stack per layer. Return
     pairs (name of the stack, stack). A stack is a dict {(layer, direction): group of keys}.
 
-    groups: the groups of keys whose common name is `name`. parts: the arrays of each group, by its `form`. alone: False
-    if other arrays of the file also have a number after `name`, as in a Sequential with other modules between its
-    recurrent layers.
+    groups: the groups of keys whose common name is `name`. parts: the arrays of each group, by the group's `form` (the
+    text that identifies it). alone: False if other arrays of the file also have a number after `name`, as in a
+    Sequential with other modules between its recurrent layers.
 
     Examples of keys, with * in place of the array's word: "lstm.*_l0", "lstm.*_l1" are one stack of two layers; so are
     "rnn.0.*", "rnn.1.*" if their sizes fit. "rnn.0.*", "rnn.3.*" are two stacks of one layer, as 1 and 2 are missing.
@@ -380,7 +380,7 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
     """Return the arrays of a group of keys as a list of dicts, by the names that `Weights` uses. The list has one dict,
     or two if both directions share the group's arrays. Raise a ValueError that names a missing or unexpected key.
     arrays: all arrays of the file, by key. order: the gate order in the file, or None for the usual one."""
-    # Both matrices of a layer must be there: `PARTNERS` has their leaves in each format.
+    # Both matrices of a layer must be there: `PARTNERS` has their leaves (the last parts of their keys) in each format.
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):
             there, missing = (one, other) if one in group.keys else (other, one)
@@ -397,15 +397,15 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
             fail("convert", rule, "this key")
     if "kernel" in by_leaf:
         return [keras_words(group, by_leaf, order)]
-    # No two leaves may mean the same array of `Weights`, and a file may not have both a single bias b and bias_ih.
-    # (`settled` refuses b beside bias_hh.)
+    # No two leaves (last parts of keys) may mean the same array of `Weights`, and a file may not have both a single
+    # bias b and bias_ih. (`settled` refuses b beside bias_hh.)
     words: Arrays = {}
     for leaf, array in by_leaf.items():
         if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in by_leaf):
             fail("convert", f"{group.title(leaf)} must not be there, beside {', '.join(group.keys)}", "this key")
         words[ENTRIES[leaf]] = array
     # both: whether each array holds both directions, as the functions of this package take them; then Wh has three
-    # axes. In the arrays that `OWN_AXIS` names the first axis is then the direction, so its size must be 2.
+    # axes. The arrays listed in `OWN_AXIS` then have the direction as their first axis, so its size must be 2.
     both = words["Wh"].ndim == 3
     if both:
         for leaf, array in by_leaf.items():
@@ -419,9 +419,9 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
 
 def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
     """Return one direction's arrays as `Weights` stores them: in our gate order, with the biases `bx` and `bh`. group:
-    the keys of the arrays, for error texts. words: the arrays of the file by their names in `Weights`, with `b` and
-    `bhn` instead of `bx` and `bh` if the file has these. order: the gate order in the file, or None for the usual
-    order."""
+    the keys of the arrays, for error texts. words: the arrays of the file by their names in `Weights`. Instead of `bx`
+    and `bh` it may have their sum `b` and, for a GRU, `bhn`, the recurrent bias of the candidate. order: the gate order
+    in the file, or None for the usual order."""
     matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")  # its shape shows which cell it is
     kind = OF_GATES[gates_of("convert", words, group.title(matrix))]  # "lstm", "gru" or "rnn"
     if "bhn" in words and kind != "gru":
@@ -511,7 +511,8 @@ def weights_of(
 
         return assembled("convert", directions, torch_title, options)
     # A GRU with a single bias applies its reset gate before the product. With Keras' keys this is certain. With other
-    # keys the file may lack a bias by mistake, unless the options say reset="before". Any direction's arrays show it.
+    # keys the file may lack a bias by mistake, unless the options say reset="before". The arrays of any one direction
+    # show whether there is a single bias.
     any_arrays = next(iter(directions.values()))
     is_gru = any_arrays["Wh"].shape[0] == 3 * any_arrays["Wh"].shape[1]
     if is_gru and "bx" in any_arrays and "bh" not in any_arrays:

@@ -78,7 +78,7 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
         while name in taken:
             name += f"_{n}"
         taken.add(name)
-        # names: for each input that is passed, the name of its tensor. weights: those of the layer's arrays.
+        # names: for each input that is passed, the name of its tensor. weights: the names of the layer's arrays.
         names = {word: tensor for word, tensor in zip(INPUTS, node.input, strict=False) if tensor}
         weights = [names[word] for word in ("W", "R", "B", "P") if word in names]
         used |= {*weights}
@@ -95,7 +95,7 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
         where = "inside If, Loop, Scan or a function"
         notes.append(f"{inner} recurrent {'node' if inner == 1 else 'nodes'} {where}, not read: inline the graph first")
     # A file that `write` wrote contains zeros for the first states, the default of inputs that a node Expand repeats
-    # for each batch item. They are no weights, so they count as used.
+    # for each batch item. They are no weights, so they are added to `used`, which keeps them out of `rest`.
     inputs = {each.name for each in model.graph.input}
     used |= {node.input[0] for node in model.graph.node if node.op_type == "Expand" and node.input} & inputs
     rest = {key: array_of(onnx, tensor, key, file.budget) for key, tensor in initializers if key not in used}
@@ -149,9 +149,10 @@ def layer_of(
 
 
 def check_count(data: bytes, kind: Any, budget: Budget) -> None:
-    """Raise ValueError if a message of protobuf has more parts than the budget allows: each part of two bytes would
-    become an object of about a hundred bytes. data: the message. kind: protobuf's description of its type. A truncated
-    message or an unknown encoding raises IndexError or KeyError, which the caller reports as a damaged file."""
+    """Raise ValueError if a message of protobuf has more parts than the budget allows: a part may have only two bytes
+    in the file, but becomes an object of about a hundred bytes in memory. data: the message. kind: protobuf's
+    description of its type. A truncated message or an unknown encoding raises IndexError or KeyError, which the caller
+    reports as a damaged file."""
     # open_messages: for each message that is not read to its end: the next position in `data`, its end, and its type.
     parts, open_messages = 0, [(0, len(data), kind)]
     # A message is a sequence of fields. Each field begins with a tag: the field's number, and in the lowest three bits

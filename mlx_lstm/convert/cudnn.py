@@ -101,7 +101,8 @@ class Layout(NamedTuple):
 def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
     """Return for each layer a dict of its arrays in the shapes that the recurrence takes: `Wx` [D G H, in] (unless
     layer 0 has no input matrices), `Wh` [G H, S] or [2, G H, S], `Wp` (with a projection) [P, H] or [2, P, H], and the
-    two biases `bW` and `bR` [D, G H]. params: the parameter buffer; where: its layout.
+    two biases `bW` and `bR` [D, G H]. params: the parameter buffer; where: its layout. in: the width of the layer's
+    input. S: the width of h that a step reads, P with a projection, else H.
 
     All arrays are views of the buffer, except the `Wx` of two directions: in the buffer other matrices lie between the
     two halves of this array.

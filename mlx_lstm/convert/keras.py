@@ -273,8 +273,8 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
         fail("to_keras", f"{rule} go_backwards for the first layer only,", f"{len(weights.layers)} layers")
     cell, use_bias = weights.cell, weights.has_bias
     if cell.op == "lstm":
-        # The order is i, f, g, o, output. Keras has two activations: its `recurrent_activation` r for i, f and o, and
-        # its `activation` a for g and the output.
+        # `activations` has the order i, f, g, o, output. Keras has two activations: its `recurrent_activation` r for i,
+        # f and o, and its `activation` a for g and the output.
         r, a = cell.activations[0], cell.activations[2]
         if cell.cell_clip or any("peephole" in way for layer in weights.layers for way in layer):
             fail("to_keras", "cell_clip and peephole must be the default, as Keras has no place for them,", "others")

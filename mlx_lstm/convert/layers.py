@@ -116,8 +116,8 @@ def class_of(op: str, name: str, layer: object) -> type | None:
     if known is None or known is kind:
         return known
     # The layer's class derives from `known`. methods: the methods of `known` and of its bases below mlx.nn.Module. A
-    # derived class may not redefine them, except those in HARMLESS, which compute nothing, and special methods such as
-    # `__init__`, but not `__call__`.
+    # derived class may redefine those in HARMLESS, which compute nothing, and special methods such as `__init__`, but
+    # no others, and not `__call__`.
     methods = {word for base in known.__mro__ if base not in nn.Module.__mro__ for word in vars(base)}
     for base in kind.__mro__[: kind.__mro__.index(known)]:
         for word in vars(base):

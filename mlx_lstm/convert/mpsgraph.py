@@ -140,7 +140,8 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
     if {"hard_sigmoid", "hard_sigmoid_sixth"} <= {*cell.activations}:
         fail(op, "activations must have one slope of hard_sigmoid, as the op has one,", cell.activations)
     names = {ours: theirs for theirs, ours in WORDS.items()}
-    # Apple's default order, with the flag off. In a GRU n is the last gate, as in our order: `to_ops` relies on it.
+    # Apple's default gate order, that of a descriptor whose forget_gate_last or reset_gate_first is off. In a GRU n is
+    # the last gate, as in our order: `to_ops` relies on it.
     order = MPSGRAPH[cell.op][0]
     ordered = weights.map(lambda arrays: rows_reordered(arrays, OURS[cell.op], order))
     layers = [{names[name]: array for name, array in arrays.items()} for arrays in to_ops(ordered)]

@@ -2,7 +2,7 @@
 
 TensorFlow's weight w [I + H, 4H] contains the transposed input weight (Wx [4H, I] in `Weights`) and, below it, the
 transposed recurrent weight (Wh [4H, H]), for I input features and H units. TensorFlow's b is the bias bx of `Weights`.
-TensorFlow calls an LSTM's gate g c, and a GRU's gates r, z, n r, u, c.
+TensorFlow calls the gate g of an LSTM c; it calls the gates r, z, n of a GRU r, u, c.
 """
 
 from typing import Any

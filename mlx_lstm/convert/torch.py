@@ -125,8 +125,8 @@ def assembled(
     """
     # K, D: the number of layers and of directions: the largest number that occurs, plus one.
     K, D = (max((layer_and_way[n] for layer_and_way in parts), default=0) + 1 for n in range(2))
-    # needed: the words of the arrays that every layer must have: both matrices, and each array that any layer has. If
-    # any layer has one of the biases, all layers need both.
+    # needed: the names in `Weights` of the arrays that every layer must have: both matrices, and each array that any
+    # layer has. If any layer has one of the biases, all layers need both.
     needed = {word for arrays in parts.values() for word in arrays} | {"Wx", "Wh"}
     needed |= {"bx", "bh"} if needed & {"bx", "bh"} else set()
     for layer_and_way in ((layer, way) for layer in range(K) for way in range(D)):

@@ -145,7 +145,8 @@ class Weights(NamedTuple):
 def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> tuple[Any, Mapping[str, Any]]:
     """Return (named, parameters): the layer of a model that a prefix such as "encoder.lstm." names, and the parameters
     of the model, or the entries of a dict, whose names begin with `prefix`. The names stay unchanged. With an empty
-    prefix the named layer is `layer` itself; for a dict it has no attributes from which options could be read.
+    prefix the named layer is `layer` itself; for a dict it is the dict itself, which has no attributes from which
+    options could be read.
 
     layer: an object with a method `state_dict` or `parameters`, or a dict. op: the public function, for error texts.
     rule: the error text if `layer` is none of these.
@@ -331,8 +332,8 @@ def as_stored(op: str, weights: Weights, form: Format) -> Weights:
 
 
 def in_bias(weights: Weights) -> Weights:
-    """Return the weights with an LSTM's option `forget_bias` added to its bias and set to 0. Most formats have a bias
-    only."""
+    """Return the weights with an LSTM's option `forget_bias` added to its bias and set to 0. Most formats store only
+    the bias, without a separate forget bias."""
     cell = weights.cell
     if not (isinstance(cell, LSTMCell) and cell.forget_bias):
         return weights  # another cell, or a forget bias of 0

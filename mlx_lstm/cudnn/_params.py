@@ -150,7 +150,7 @@ def cudnn_rnn_params_to_canonical_v2(
 
     Returns:
         CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate g, which
-        multiplies the layer's input of width in; then R_g of every gate, which multiplies h; then the matrix of the
+        multiplies the layer's input (in: its width); then R_g of every gate, which multiplies h; then the matrix of the
         projection [P, H]. biases: [H] each, in the order of the W_g and R_g.
 
     Example:
@@ -186,7 +186,7 @@ def cudnn_rnn_canonical_to_params(
     Args:
         num_layers, num_units, input_size (int): the number of layers L, of units H and of input features I.
         weights (sequence of arrays): for each layer and direction the matrices W_g [H, in] of every gate g, which
-            multiply the layer's input of width in, then R_g [H, H], which multiply h.
+            multiply the layer's input (in: its width), then R_g [H, H], which multiply h.
         biases (sequence of arrays): the biases [H] in the same order. For all these arrays only the number of elements
             is checked, not the shape.
         rnn_mode, input_mode, direction, dropout, seed, seed2: the kind of the layers, as in

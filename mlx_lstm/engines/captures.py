@@ -100,7 +100,8 @@ class Weakly:
         return hash(self.ids)
 
     def function(self) -> Callable[..., Any]:
-        """Return the function, which the caller still holds."""
+        """Return the function. The weak references to it and to its parts are alive, because the caller still holds
+        it."""
         held, *method = [part() for part in self.parts]
         return MethodType(method[0], held) if method else held
 
@@ -119,8 +120,8 @@ class Captured:
 
     key: the numbers, texts and code that it can reach, as a list of values that can be compared. is_whole: whether the
     key surely has all of them. It is not whole if the function reads an object, an array or a class of the user's,
-    whose numbers code may reach in ways that its names do not tell, such as `getattr(self, name)`, or if the search
-    reached its limits.
+    whose numbers code may reach in ways that the names in the code do not show, such as `getattr(self, name)`, or if
+    the search reached its limits.
 
     modules: the modules of `mlx.nn`. arrays: the MLX arrays outside of modules, as pairs (path, array). A path, such as
     "self.weights.0", says how the function's code reaches the array; it is "" if a property computes the array.
@@ -201,7 +202,7 @@ class Captured:
         self.key.append(value.__code__)
         # read: the names in its own code, which say what it reads.
         read = names_in(value.__code__)
-        # A function with attributes, or one that reads variables by a text.
+        # The key is not whole if the function has attributes, or if it may read variables by a name that it computes.
         self.is_whole &= not vars(value) and HIDING_READERS.isdisjoint(read)
         defaults = [("defaults", value.__defaults__), ("defaults", value.__kwdefaults__)]
         for name, each in [*variables_of(value), *defaults, *imported_by(value)]:
@@ -255,15 +256,16 @@ def contents(value: Any) -> list[tuple[str, Any]] | None:
 
 @lru_cache(1024)
 def unnamed_methods(kind: type) -> list[FunctionType]:
-    """Return the methods of a class that code may run without their names, without those of libraries."""
+    """Return the methods of a class that code may run without naming them, such as `__call__`. Methods of libraries are
+    left out."""
     found = [next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None) for name in UNNAMED]
     return [each for each in found if isinstance(each, FunctionType) and not is_of_library(each)]
 
 
 def imported_by(function: FunctionType) -> list[tuple[str, ModuleType]]:
-    """Return the Python modules that the `import` statements inside a function name, as pairs (name, module), with the
-    packages that hold them: after `import a.b` code may read a, too. The code does not say from how many packages above
-    a relative import counts, so each module that it may mean is returned."""
+    """Return the Python modules that are named in the `import` statements inside a function, as pairs (name, module),
+    with the packages that hold them: after `import a.b` code may read a, too. The code does not say from how many
+    packages above a relative import counts, so each module that it may mean is returned."""
     package = str(function.__globals__.get("__package__") or "").split(".")
     above = [".".join([*package[:n], ""]) for n in range(1, len(package) + 1)]
     paths = [(before + name).split(".") for name in imports_in(function.__code__) for before in ("", *above)]

@@ -42,7 +42,7 @@ COMMUTES = frozenset(("add", "mul", "eq", "ne", "and", "or"))
 
 class Node(NamedTuple):
     """One operation. op: its name. args: the numbers of the nodes that are its operands. value: the name of an
-    "input", or the number of a "const"."""
+    "input", or the numeric value of a "const"."""
 
     op: str
     args: tuple[int, ...] = ()
@@ -113,8 +113,8 @@ class Graph:
 # --- Rewrites ---
 #
 # Each function takes a graph and the operands of a new node (numbers of nodes, such as a and b). It returns the number
-# of a simpler node with the same value, or None if the rewrite does not apply. `graph.value(n)` is the number of a
-# constant, None for another node. `graph.derives` says whether the new node is one of the derivative.
+# of a simpler node with the same value, or None if the rewrite does not apply. `graph.value(n)` is the value of node n
+# if it is a constant, None for another node. `graph.derives` says whether the new node is one of the derivative.
 # tests/test_cell_graphs.py compares every rewrite with the original operation in plain MLX. A rewrite that may turn 0
 # into -0, or -0 into 0, applies only to the operations of the derivative. In the cell itself the sign can matter: 1 / 0
 # is inf, and 1 / -0 is -inf.

@@ -86,7 +86,7 @@ def record(trial: str, reason: str, keeping: Keeping = "always") -> None:
         verdict = Verdict(reason, time.time() + seconds if seconds else 0.0, count)
     _known[trial] = verdict
     content = dict([*content.items(), (environment(), mine | {trial: verdict})][-MACHINES:])  # the last MACHINES ones
-    # A verdict that counts always is stored as a text, the reason; any other one as a dict of all fields.
+    # A verdict that never expires is stored as its reason alone, a string; any other one as a dict of all fields.
     texts = {
         name: {key: one.reason if one.until is None else one._asdict() for key, one in own.items()}
         for name, own in content.items()
@@ -141,8 +141,8 @@ def read() -> dict[str, dict[str, Verdict]]:
 
 
 def verdict_of(value: Any) -> Verdict:
-    """Return the verdict that `verdicts.json` holds as this value: a text if the verdict counts always, else a dict of
-    all fields. Raise an error if the value is no verdict; `read` then ignores the file."""
+    """Return the verdict that `verdicts.json` holds as this value: a string, the reason, if the verdict never expires,
+    else a dict of all fields. Raise an error if the value is no verdict; `read` then ignores the file."""
     if isinstance(value, str):
         return Verdict(value)
     verdict = Verdict(**value)

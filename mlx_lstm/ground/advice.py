@@ -90,8 +90,8 @@ class Advised(nn.Module):
 
     op: str  # the layer's name in error texts
 
-    # `train` and `eval` are defined only for type checkers: they return a layer of this class, mlx.nn declares
-    # nn.Module.
+    # `train` and `eval` are defined only for type checkers: here they are declared to return a layer of this class, in
+    # mlx.nn an nn.Module.
     def train(self: Self, mode: bool = True) -> Self:
         """Set training mode, or with `False` evaluation mode; return the layer."""
         super().train(mode)
@@ -118,7 +118,7 @@ class Advised(nn.Module):
 
 def advised(function: Function) -> Function:
     """Decorate the constructor or `__call__` of a layer, so that it refuses keywords of other frameworks with an error
-    that contains advice. Python itself refuses other unknown keywords."""
+    that contains advice. Another unknown keyword is a TypeError, as in Python."""
     # known: the names of the function's parameters, which are the first names in `co_varnames`.
     code = function.__code__
     known = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
@@ -127,8 +127,10 @@ def advised(function: Function) -> Function:
     @wraps(function)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
         if not known.issuperset(options):
-            for name in options.keys() - known:
+            for name in sorted(options.keys() - known):
                 refuse(self.op, name, options[name], is_call)
+            # Python's own error would name the base class that defines the function, not the layer.
+            raise TypeError(f"{type(self).__name__}.{function.__name__}() got an unexpected keyword argument {name!r}")
         return function(self, *arguments, **options)
 
     return cast(Function, checked)

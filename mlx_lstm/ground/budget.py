@@ -69,9 +69,9 @@ class Budget:
         self.left -= size
 
     def name(self, text: Any) -> str:
-        """Take one name from the budget and return it. Raise an error if the budget has no name left, or if the name is
-        no text, cannot be encoded as UTF-8 (JSON may contain half of a surrogate pair), is too long or has too many
-        levels."""
+        """Count one name against the budget and return it unchanged. Raise an error if the budget has no name left, or
+        if the name is no text, cannot be encoded as UTF-8 (JSON may contain half of a surrogate pair), is too long or
+        has too many levels."""
         if not isinstance(text, str):
             raise TypeError("a name is no text")
         text.encode()  # raises a ValueError if UTF-8 cannot encode it

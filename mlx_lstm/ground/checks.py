@@ -146,7 +146,7 @@ def for_mlx(value: Any) -> np.ndarray[Any, Any]:
     order of this machine. It is copied only if that changes something. Raise NumPy's ValueError for a list of rows of
     different lengths."""
     array = np.asarray(value)
-    # Only `copy` changes a reversed axis of size 1.
+    # np.ascontiguousarray leaves the negative stride of a reversed axis of size 1; `copy` does not.
     array = array.copy() if min(array.strides, default=0) < 0 else array
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 

@@ -96,8 +96,8 @@ class Child:
         return bool(ready)
 
     def serves(self) -> bool:
-        """Return whether the child can take a request: it still runs, and this process started it. After a fork the
-        child belongs to the parent process."""
+        """Return whether the child can take a request: it still runs, and this process started it. A process that was
+        forked from this one must not use the child."""
         return not self.ended and self.owner == os.getpid() and self.process.poll() is None
 
     def ask(

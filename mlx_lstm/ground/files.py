@@ -170,8 +170,8 @@ def as_bfloat16(array: np.ndarray) -> mx.array:
 
 def read_safetensors(file: Foreign) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the arrays of a safetensors file by key, and the file's metadata."""
-    # size: the number of bytes of the file. name: a function that takes a name from the budget. n: the number of bytes
-    # of the header.
+    # size: the number of bytes of the file. name: a function that counts a name against the budget and returns it. n:
+    # the number of bytes of the header.
     data, size, name = file.read(), file.budget.stored, file.budget.name
     n = int.from_bytes(data[:8], "little")
     if size < 8 or n > min(size - 8, MOST_HEADER):
@@ -218,7 +218,7 @@ def members_of(file: Foreign) -> Iterator[tuple[str, bytearray]]:
     entries = sum(piece.count(b"PK\1\2") for piece in iter(lambda: file.stream.read(PIECE), b""))
     if entries > file.budget.names:
         broken(f"it holds {entries} files")
-    # All names and declared sizes are taken from the budget before the first member is unpacked.
+    # All names and declared sizes are counted against the budget before the first member is unpacked.
     with zipfile.ZipFile(file.stream) as archive:
         members = archive.infolist()
         names = [file.budget.name(member.filename).removesuffix(".npy") for member in members]

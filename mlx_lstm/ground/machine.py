@@ -82,8 +82,8 @@ def in_all_digits() -> None:
 
 def on_one_thread() -> None:
     """Let OpenBLAS, NumPy's BLAS on Linux, use one thread in the child processes of a command, unless the user has set
-    OPENBLAS_NUM_THREADS. Several threads wait for one another, so a process that occupies one core would change the
-    measured times."""
+    OPENBLAS_NUM_THREADS. The threads of one product wait for one another. If another program occupies one core, the
+    slowest thread delays the others, and the measured times change."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
@@ -156,10 +156,10 @@ def check_files(options: object, *names: str) -> None:
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with its exit code.
 
-    Ctrl-C and a closed output pipe, as after `| head`, end the process without a message, and an output that cannot be
-    written, as on a full disk, with one line. SIGTERM, and SIGHUP of a closed terminal, raise SystemExit, so that
-    incomplete files are removed and child processes end. Characters that the terminal cannot show are escaped. If
-    stdout is closed, as after `>&-`, the output is lost.
+    Ctrl-C and a closed output pipe, as after `| head`, end the process without a message. An output that cannot be
+    written, as on a full disk, ends it with an error of one line. SIGTERM, and SIGHUP of a closed terminal, raise
+    SystemExit, so that incomplete files are removed and child processes end. Characters that the terminal cannot show
+    are escaped. If stdout is closed, as after `>&-`, the output is lost.
     """
     code: object
     for number in range(3):  # open a closed stdin, stdout or stderr; else a file that is opened later gets its number
@@ -188,7 +188,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
             raise
         if sys.stdout is not None:  # let stdout lead nowhere, so that Python's last flush at exit does not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # 141: the exit code of a process that SIGPIPE ended. Python prints a text, and the exit code is then 1.
+        # 141: the exit code of a process that SIGPIPE ended. If SystemExit holds a text, Python prints it and ends with
+        # exit code 1.
         code = 141 if error.errno == errno.EPIPE else f"the output cannot be written: {error}"
     raise SystemExit(code)
 

@@ -271,7 +271,7 @@ def run(case: Case, engine: str, training: bool = True, dtype: mx.Dtype | None =
 def hindrance(engine: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, **options: Any) -> str:
     """Return why an engine cannot run a recurrence of these sizes (T, B, I, H) on this machine, or "". options:
     arguments of `engines.choose`. By default `device` and `metal` describe this machine (for `numpy` always the CPU),
-    and the call is not `traced`, that is inside a transformation such as `mx.compile`."""
+    and the call is not `traced` (it is outside of transformations such as `mx.compile`)."""
     options = {"device": choice.current_device(), "metal": choice.has_metal(), "traced": False} | options
     options |= {"device": "cpu"} if engine == "numpy" else {}
     try:

@@ -458,8 +458,9 @@ class RNN(OneState):
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in `LSTM`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
         nonlinearity (callable, optional): s, a function of one array that computes each element by itself, such as
-            `mlx.nn.gelu`. `NONLINEARITIES` run in the kernels of `mlx_lstm.rnn`; for other functions
-            `mlx_lstm.pointwise` generates code, `engine_used` stays None, and there is no stepper. Default: tanh.
+            `mlx.nn.gelu`. The functions in `NONLINEARITIES`, such as `mx.tanh`, run in the kernels of `mlx_lstm.rnn`;
+            for other functions `mlx_lstm.pointwise` generates code, `engine_used` stays None, and there is no stepper.
+            Default: tanh.
 
     Raises:
         ValueError: an argument breaks a rule.

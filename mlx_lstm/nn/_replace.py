@@ -152,7 +152,7 @@ def converting(constructor: Callable[..., None]) -> Callable[..., None]:
         if reason := convert(self, OURS):
             warnings.warn(f"[nn.patched] left as it is: {reason}.", stacklevel=2)
         elif isinstance(self, Layer):
-            # The engine of the latest block that names one, else None.
+            # The engine of the latest open `with` block that names one, else None.
             with _lock:
                 engines: list[Engine | None] = [None, *(engine for engine in _blocks.values() if engine is not None)]
             self.engine = engines[-1]

@@ -149,10 +149,10 @@ def stack(
     [H], gate order r, z, n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. Arrays may
     also have any names that `mlx_lstm.convert.from_names` reads, in the gate order of their format: torch's
     `weight_ih_l0`, Keras' `kernel`, two biases `bias_ih` and `bias_hh`, both directions in one object as `Wx_forward`
-    and `Wx_backward`. An object with further arrays, lists of arrays or modules is an error. A dict with such arrays is
-    accepted, too. A quantized layer of `mlx_lstm.nn` is run with its quantized weights. `Pointwise` layers run with
-    their own cells, which may differ but must all have the same number of states, and take no further inputs at a step;
-    one with `reverse=True` belongs into `reverse`.
+    and `Wx_backward`. A dict with these arrays is accepted in place of an object. Further arrays, lists of arrays or
+    modules are an error. A quantized layer of `mlx_lstm.nn` is run with its quantized weights. `Pointwise` layers run
+    with their own cells, which may differ but must all have the same number of states, and take no further inputs at a
+    step; one with `reverse=True` belongs into `reverse`.
 
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
@@ -280,8 +280,8 @@ def state_names(cell: Cell | OwnCell) -> list[str]:
 
 
 def run_layer(layer: "StackedLayer", arrays: Arrays, steps: Arrays, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one layer, in one or both directions. If a depth has several groups, `layer` is one of these groups. Return
-    the outputs by name, such as "h" and "hT".
+    """Run one layer, in one or both directions. If several layers stand side by side at one place of the stack
+    (groups), `layer` is one of them. Return the outputs by name, such as "h" and "hT".
 
     arrays: x [B, T, D], the parameters and the first states, by the names of `state_names`. steps: the option `keep`
     [B, T] if there is one. options: the other options of a `Call`, such as lengths. B, T, D: sequences, steps,

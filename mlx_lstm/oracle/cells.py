@@ -75,7 +75,8 @@ def unnormalised(d: Array, y: Array, r: Array, fl: Rounding) -> Array:
 
 def scaled(y: Array, scale: Array | None, shift: Array | None, fl: Rounding) -> Array:
     """Return y, the result of `normalised`, times a scale plus a shift, if they are given. y [B,count,width] has a
-    block of numbers for each mean; scale, shift and the result [B,n] have the n = count width numbers side by side."""
+    block of numbers for each mean; scale, shift and the result [B,n] have all n = count * width numbers side by
+    side."""
     y = y.reshape(len(y), -1)
     y = y if scale is None else fl(y * scale)
     return y if shift is None else fl(y + shift)

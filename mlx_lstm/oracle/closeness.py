@@ -83,12 +83,12 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
 
     A group of quantized weights has n weights of the form scale q + bias. Each weight has its own integer q; scale and
     bias are the same for the group. A kernel may compute two sums over the group, S = sum (2^f + q) x and s = sum x,
-    and then scale (S - 2^f s) + bias s. Here f, 4 or 8, is the number of bits that q takes: as the first bits of the
-    mantissa of a half whose exponent means 2^f, they give 2^f + q without a conversion. Partial sums of S and s may be
-    larger than the result, and round with larger errors. X is the largest possible |partial sum| of s: the larger one
-    of the sum of the positive x and the sum of the negative |x|. C X is a limit for the partial sums, multiplied by
-    their factors in the result: C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. The case passes C as the imaginary part
-    of the first weight of each group.
+    and then scale (S - 2^f s) + bias s. Here f, 4 or 8, is the number of bits that q takes: a kernel may write these
+    bits to the top of the mantissa of a float16 whose exponent stands for 2^f; the float16 is then 2^f + q, without a
+    conversion. Partial sums of S and s may be larger than the result, and round with larger errors. X is the largest
+    possible |partial sum| of s: the larger one of the sum of the positive x and the sum of the negative |x|. C X is a
+    limit for the partial sums, multiplied by their factors in the result: C^2 = (2 scale 2^f)^2 + (scale 2^f +
+    |bias|)^2. The case passes C as the imaginary part of the first weight of each group.
 
     The sensitivities must come from the true Jacobian, whose terms cancel. A bound from their absolute values would
     grow exponentially in T and allow any result. So the sum is sampled, as the method CESTAC does: the float64 oracle

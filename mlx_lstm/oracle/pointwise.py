@@ -53,9 +53,9 @@ COMPARISONS = ("gt", "ge", "lt", "le", "max", "min", "eq", "ne")
 
 
 def graph_step(p: OneDirection, t: int, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Rounding) -> Step:
-    """Run one step of the cell and return its values. x: the input. h_in: h_prev times the mask. c_prev [B, C H]: the
-    states besides h. In the result `gates` is the input's part of the preactivations, and `values` is {node of the
-    graph: its value}."""
+    """Run one step of the cell and return its values. x: the input. h_in: h_prev times the mask. c_prev [B, C H], with
+    C states besides h: the states besides h. In the result `gates` is the input's part of the preactivations, and
+    `values` is {node of the graph: its value}."""
     if p.Wh is None:
         z, products, norm_values = input_part(p, x, fl), [], {}
     else:
@@ -83,7 +83,8 @@ def graph_step_back(p: OneDirection, s: Step, dh: Array, dc: Array, dgates: Arra
     given = {f"d{k}": gradient for k, gradient in enumerate([dh, *blocks(p, dc)])}  # d0 is the gradient of h
     values = s.values | {graph.number[name]: gradient for name, gradient in given.items() if name in graph.number}
     back = list(zip(graph.names, computed(p, values, graph.back, fl), strict=True))  # (name of an input, its gradient)
-    # d: {letter of inputs: their gradients side by side}. none: an array without columns, for a letter without inputs.
+    # d: {first letter of the inputs' names: the gradients of these inputs, side by side}. none: an array without
+    # columns, for a letter without inputs.
     none = np.zeros((p.B, 0))
     d = {k: np.concatenate([none, *(g for name, g in back if name[0] == k)], axis=-1) for k in "xpsuw"}
     # Without `apart` the cell reads the sum of both parts of a preactivation, so both have the same gradient, d["x"].

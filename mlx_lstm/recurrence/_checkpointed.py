@@ -63,9 +63,9 @@ class Chunks:
     leaves of trees, as MLX's custom functions do."""
 
     def __init__(self, chunk: Chunk, sizes: tuple[int, int, range], modules: list[nn.Module], inputs: dict[str, Any]):
-        """chunk: runs the steps of one chunk. sizes: T, K, and the first steps of the chunks in the order in which they
-        run. modules: those that `chunk` captures. inputs: the trees `sequences`, `state` and `parameters`, to which the
-        float arrays of the modules are added: everything of which the gradient is taken."""
+        """chunk: runs the steps of one chunk. sizes: T steps, K steps per chunk, and the first steps of the chunks in
+        the order in which they run. modules: those that `chunk` captures. inputs: the trees `sequences`, `state` and
+        `parameters`, to which the float arrays of the modules are added: everything of which the gradient is taken."""
         self.chunk, self.modules = chunk, modules
         self.T, self.K, self.order = sizes
         # floats: for each module its parameters that can have a gradient, as pairs (key, array).
@@ -271,8 +271,8 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
 
     given = [mx.zeros(array.shape, array.dtype) for array in [*leaves(tree), *own]]  # the numbers do not matter
     try:
-        # Engines warn that an export has no values; the real run warns if it must. The random numbers do not matter
-        # either, but the real run must draw those that it draws without this check.
+        # In an export arrays have no values, of which engines warn: hide these warnings here; the real run gives those
+        # that matter. Draw from another key, so that this check takes no random numbers from the real run.
         with without_warnings(), random_numbers_from(mx.random.key(0)):
             # Both lists are alive at the same time, as `captured_arrays` needs them.
             content, again = exported(work, given), exported(work, given)
@@ -296,8 +296,9 @@ def refuse_lost(run: Callable[[Any], Any], tree: Any, modules: list[nn.Module]) 
 
 
 def random_state() -> list[mx.array]:
-    """Return the list of one array in which MLX keeps the state of the random numbers of this thread. MLX passes on
-    only an iterator over it. `mx.random.seed` takes only a number, which the state in a compiled function is not."""
+    """Return the list of one array in which MLX keeps the state of the random numbers of this thread. MLX gives out
+    only an iterator over this list. `mx.random.seed` takes only a number, which the state in a compiled function is
+    not."""
     state: Any = mx.random.state
     kept: Any = get_referents(iter(state))[0]
     return kept

@@ -1,5 +1,6 @@
 """Layer normalisation inside the step: the argument `norm` of the functions and the option `layer_norm` of layers, with
-their checks. `engines.input_norm` computes the part of it that comes before the steps, except for `numpy`.
+their checks. `engines.input_norm` computes the part of it that comes before the steps, except for the engine `numpy`,
+which computes this part itself.
 
 A `Norm` is what the user writes, with the arrays of scales and shifts. `NormOptions`, a field of the cell, is what
 engines read: the options without arrays. The arrays become arrays of the call, such as `norm_scale`. G: gates, H:

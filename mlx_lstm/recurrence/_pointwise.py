@@ -132,7 +132,7 @@ def pointwise(
         bidirectional (bool): run both directions. The arrays then hold the forward direction first: Wx [2 G H, I], Wh
             [2, G H, H], b [2 G H], states [B, 2H], inputs [T, B, 2H], params [2H]. Default: `False`.
         norm (Norm, optional): layer normalisation of the preactivations before `cell` gets them, as in `lstm`; needs
-            Wh, and with `apart` not `"sum"`. Default: `None`.
+            Wh; with `apart` a `Norm` of the sum is refused. Default: `None`.
         training (bool): `False` for inference: the forward pass saves nothing for a gradient. Default: `True`.
         checkpoint_every (int or str, optional): save only the states of every K-th step, as in `lstm`.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the

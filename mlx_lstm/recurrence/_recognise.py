@@ -81,7 +81,7 @@ B, T = 3, 8
 """The batch size and the number of steps of a comparison of several steps."""
 
 BATCHES = [
-    # matrices, vectors, x and h, c
+    # factors on the random numbers of: matrices, vectors, x and h, c
     (1, 1, 1, 1),
     (1, 1, 10, 10),
     (10, 10, 1, 1),
@@ -245,13 +245,12 @@ def recognise(
             runs, and restored.
         step (callable): one step of the cell, which reads the parameters from the module at each call: it must not be
             compiled by `mx.compile` before. x is [B, D]; the state is `(h, c)` or `(c, h)` for an LSTM, else h, each
-            [B, H]. It is `step(x, state)`, `step(state, x)` (of a single h only if D is not H) or `step(x, h, c)`. It
-            returns the new state in the same order, alone or with an output: `h, c` or `out, (h, c)`. An output [B, H]
-            must be h; other arrays, such as scores, are ignored.
-        D (int): the number of features of x.
-        H (int): the number of units, at least 2.
-        name (str): the name of the module in the returned line, such as `"self"`. Default: the line has the names of
-            the parameters without a module, or `"params"` for a dict.
+            [B, H]. It is `step(x, state)`, `step(state, x)` (if the state is h alone, only if D is not H, because
+            nothing else tells h from x) or `step(x, h, c)`. It returns the new state in the same order, alone or with
+            an output: `h, c` or `out, (h, c)`. An output [B, H] must be h; other arrays, such as scores, are ignored. D
+            (int): the number of features of x. H (int): the number of units, at least 2. name (str): the name of the
+            module in the returned line, such as `"self"`. Default: the line has the names of the parameters without a
+            module, or `"params"` for a dict.
 
     Returns:
         str or None: a call whose x is [T, B, D] and whose output is `.h`; add `h0=` and `c0=` for first states. None if
@@ -303,7 +302,8 @@ def about_norms(module: Any) -> str:
 
 
 def line_found(trial: "Trial") -> str | None:
-    """Return the line of the first hypothesis that equals the user's cell, or None; then `trial.nearest` says why."""
+    """Return, as a line of Python, the call of the first hypothesis that equals the user's cell, or None; then
+    `trial.nearest` says why."""
     # Remember the state of MLX's random numbers. If it has changed below, the cell has drawn random numbers.
     random: Any = mx.random.state
     before = np.array(random[0])
@@ -334,9 +334,10 @@ def line_found(trial: "Trial") -> str | None:
 
 
 class Trial:
-    """Run the user's cell with chosen parameters, cache the results of single blocks, and remember the hypothesis that
-    was nearest to the cell. nearest: the text on it. errors: the text on the calls that did not run. before: the
-    module's own parameters by title (their Python code), which `set` puts back."""
+    """Run the user's cell with chosen parameters, cache the results of steps in which only single blocks (the weights
+    of one gate) are not 0, and remember the hypothesis that was nearest to the cell. nearest: the text that describes
+    this hypothesis. errors: the text on the calls that did not run. before: the module's own parameters by title (their
+    Python code), which `set` puts back."""
 
     def __init__(self, module: Any, step: Callable[..., Any], D: int, H: int, name: str):
         """Find the float parameters of the module, and draw the inputs of a step. name: the module's name in the
@@ -531,9 +532,10 @@ def ways_of(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
 
 def lstm_ways(trial: Trial, form: Form) -> Iterator[tuple[Way, str]]:
     """Yield (way, text) for a cell with the states h and c: an LSTM with the measured forget bias and limit on c, once
-    for each kind of output peephole, which reads the current or the previous c, and each gradient that the limit may
-    have. text: says that the forget bias could not be measured, or "". A step with all parameters 0 multiplies c by the
-    sigmoid of the forget bias. So a step from a tiny c shows the forget bias, and one from a huge c the limit on c."""
+    for each kind of output peephole, which reads the current or the previous c, and both gradients that a limit may
+    have (0 where it cuts, or as if it did not cut). text: says that the forget bias could not be measured, or "". A
+    step with all parameters 0 multiplies c by the sigmoid of the forget bias. So a step from a tiny c shows the forget
+    bias, and one from a huge c the limit on c."""
     tiny, huge = trial.new(form, size=1e-6), trial.new(form, size=1e6)
     if tiny is None or huge is None:
         return
@@ -583,7 +585,8 @@ def written(number: float) -> float:
 
 def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]], list[str]]:
     """Find out which blocks (H rows of a parameter) are the weights of which gate, if the cell computes the formula
-    `way`. Return {(gate, kind): blocks}, and the Python code of blocks that have the effect of no gate."""
+    `way`. Return {(gate, kind): blocks}, with the kind "x", "h", "b" or "p" (weights of the input, of h, biases,
+    peepholes), and the Python code of blocks that have the effect of no gate."""
     parts: dict[Part, list[int]] = {}
     # gates: the gates whose weights have an effect while all other parameters are 0.
     gates = [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]]
@@ -684,7 +687,8 @@ def match_of(way: Way, trial: Trial, form: Form) -> Match:
     zeros. way: a hypothesis on the cell's formula. form: how the step takes and returns the states."""
     parts, unknown = parts_of(way, trial, form)
     if not {kind for _, kind in parts} & {"x", "h"}:
-        # (1,): a low rank of this note, as not even one gate was found.
+        # (1,): the rank of this note. It is low, as not even one gate was found; the user sees only the note of the
+        # highest rank.
         trial.note((1,), f"No matrix among its parameters has the effect of a gate of {way.op}")
         return Match({}, parts, unknown)
     # ("o", "p"): the peephole of the output gate.
@@ -721,9 +725,10 @@ def joined(blocks: list[list[Block]], order: str, shape: tuple[int, ...]) -> Exp
     its blocks (H rows of a parameter each), of this shape. Several blocks of one gate, such as two biases, are added. A
     gate without a block gets zeros. order: the gate order of the call."""
     H = shape[0]
-    # If the blocks together are whole parameters, in the gate order of the call, the code needs no slices, such as
-    # "ih.bias + hh.bias". Test this: each entry of `columns` has one block of every gate, and these blocks together may
-    # be one parameter. `whole` returns all rows of a block's view; `sliced` returns the code for a block's own rows.
+    # If the blocks together are whole parameters, in the gate order of the call, the code needs no slices: it is then,
+    # for example, "ih.bias + hh.bias". Test this: each entry of `columns` has one block of every gate, and these blocks
+    # together may be one parameter. `whole` returns all rows of a block's view; `sliced` returns the code for a block's
+    # own rows.
     columns = list(zip(*blocks, strict=True)) if len({len(each) for each in blocks}) == 1 and blocks[0] else []
     if columns and all(order_of([[block] for block in column], order) == order for column in columns):
         firsts = [column[0] for column in columns]
@@ -787,10 +792,10 @@ def equals(way: Way, match: Match, trial: Trial, form: Form) -> bool:
 def bias_is_exact(way: Way, match: Match, trial: Trial, form: Form) -> bool:
     """Return whether the cell's forget bias is the number in `way.options`, to about 1e-9; if the cell has no weights
     that show it, whether this number is 0. MLX rounds a sigmoid to float32, also in float64, so sigmoid(z) is a
-    staircase: if z is wrong by even a small part of a stair, some of many points z lie on another stair. Two staircases
-    around z = 0 must be equal: that of gate f, with z minus the forget bias as its input, and that of gate i. The new c
-    shows them: it is sigmoid(z_f) g if only f has weights and the old c is g, and sigmoid(z_i) g if only i and g have
-    weights and the old c is 0."""
+    staircase: if z is wrong by even a small part of a stair, some of many points z lie on another stair. The cell adds
+    its forget bias to the preactivation of f. So f is given z minus the supposed bias: if this bias is right, the
+    staircase of f around z = 0 equals that of gate i, which is given z. The new c shows them: it is sigmoid(z_f) g if
+    only f has weights and the old c is g, and sigmoid(z_i) g if only i and g have weights and the old c is 0."""
     # z_f, z_i: the preactivations of the gates f and i. g: the value of the candidate.
     # found: a block of f and of i that multiplies x, and one of g, if there are such. by_x: whether g reads x, too.
     kinds = (("f", "x"),), (("i", "x"),), (("g", "h"), ("g", "b"), ("g", "x"))

@@ -73,10 +73,11 @@ def recurrent(
             steps at a time again; `"auto"` takes the square root of T. Then `step` must give the same results when it
             runs again; numbers that it draws from `mx.random` come again, too. It must not assign arrays to a module,
             as `nn.BatchNorm` does in training, nor change them in place, and must not capture arrays of floats. Pass
-            these arrays as `parameters`, or hold them in modules that `step` can reach: the object of a method,
-            variables of enclosing functions, global variables, Python modules that it imports itself, and the
-            attributes of these that its code names. Changes in place and other arrays of floats are refused, if MLX can
-            export `step`. MLX's jvp and vmap do not support this option. Default: `None`, save everything.
+            these arrays as `parameters`, or hold them in layers (`nn.Module`) that the code of `step` reaches: through
+            `self` if it is a method, through variables of enclosing functions, global variables or Python modules that
+            it imports itself, or through attributes of these that the code names. Changes in place and other arrays of
+            floats are refused, if MLX can export `step`. MLX's jvp and vmap do not support this option. Default:
+            `None`, save everything.
 
     Returns:
         tuple: the outputs, a tree of arrays [T, B, ...], and the state after the last step processed.

@@ -1,8 +1,8 @@
 """Run layers one time step at a time with as little work per step as possible: the class `Stepper`.
 
 A `Stepper` checks its arguments once and keeps the states. The steps themselves run in a stream: `Stream`
-(`engines.numpy.stream`) on the CPU, `MLXStream` (`engines.stream`) on all other engines. States are in dicts {name:
-[state of each layer]}. The names are h, and c, which has all other states side by side.
+(`engines.numpy.stream`) for the engine `numpy`, `MLXStream` (`engines.stream`) for all others. States are in dicts
+{name: [state of each layer]}. The names are h, and c, which has all other states side by side.
 
 B: batch items, H: hidden units, P: the width of h, U: inputs of each step of a user's cell, K: layers. keep: a factor
 on the states before a step. carried: the number of states of a cell besides h. A holder is a dict of parameters: a
@@ -270,7 +270,8 @@ class Stepper:
         self._on_numpy = all(plan.choice.engine == "numpy" for plan in plans)
         self._shape = (*self._batch, plans[0].given["x"].shape[1])
         if self._on_numpy:
-            # plan.norm: (cell, ...), because `numpy` normalises the input's product itself, as the layer's cell says.
+            # plan.norm[0]: the layer's own cell, with its norm. `numpy` gets this cell, because it normalises the
+            # input's product itself.
             problems = [one.problem._replace(cell=one.norm[0]) if one.norm else one.problem for one in plans]
             # Or MLXStream, which has the same methods.
             self._stream: Any = Stream(problems, [numpy_views(plan) for plan in plans], self._batch)

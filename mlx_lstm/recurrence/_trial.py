@@ -97,10 +97,10 @@ def dtype_word(problem: Problem) -> str:
 def trial_of(engine: str, problem: Problem) -> Trial:
     """Return the smallest trial that runs the same kernels as this engine for this problem. Where the call is above one
     of the limits from which on an engine runs other kernels, the trial's limit is so low that its small size is above
-    it, too: index, the elements of an array above which indices have 64 bits; launch_steps, the most steps in one
-    launch of `fused`; rows_left, the most arrays of steps that `stepwise` leaves separate; cores, the number of GPU
-    cores, 0 for this machine's. A `Cut` sets how many batch items (rows) a threadgroup of `fused` computes, and how
-    many registers stay free (spare)."""
+    it, too. The limits are: index, the elements of an array above which indices have 64 bits; launch_steps, the most
+    steps in one launch of `fused`; rows_left, the most arrays of steps that `stepwise` leaves separate; cores, the
+    number of GPU cores, 0 for this machine's. A `Cut` sets how many batch items (rows) a threadgroup of `fused`
+    computes, and how many registers stay free (spare)."""
     if problem.chunks is not None:
         # The call runs in chunks of the sequence, so the trial runs two small chunks. one: the smallest problem that
         # tests a single chunk. If the gradient recomputes the chunks, a sequence of any length is divided into chunks.
@@ -225,8 +225,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
     with which the matrix products use the same tiles as in the call."""
 
     def tiles(some: Problem, H: int, P: int) -> list[tuple[int, int]]:
-        """Return the tiles of all products, (rows, columns) that one threadgroup computes. some: the problem with its
-        B. With layer normalisation the gates of all units are one product."""
+        """Return the tiles of all products, (rows, columns) that one threadgroup computes. some: the problem with the
+        batch size B that is tried. With layer normalisation the gates of all units are one product."""
         widths = [H, P] if some.cell.norm is None else [H, P, some.cell.gates * H]
         return [tile_of(some, width) for width in widths]
 
@@ -238,7 +238,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
         `width`, so that the kernels handle their edges in the same way. If the weight is quantized, the width is a
         whole number of groups."""
         group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
-        # Fewer than SMALL units may put an array in another address space than that of the call.
+        # Metal binds an array of few elements in another address space, so fewer than SMALL units would test other code
+        # than that of the call.
         least = width % 32 + (32 if width % 32 < SMALL else 0)
         if group > 1 and stepwise_rows(problem.B, problem.cut) < 8:
             # If a threadgroup computes fewer than 8 batch items, a loop in the kernel reads 128 or 256 quantized
@@ -262,10 +263,10 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
 
 
 def in_one_direction(problem: Problem) -> Problem:
-    """Return a problem of one direction for both directions of a cell written by the user, and any other problem
-    unchanged. The oracle computes only one direction of such a cell, and the kernels of `stepwise` are the same, as
-    they read the number of directions at run time. A small H is doubled: the arrays are then as wide as those of both
-    directions, and Metal binds them in the same address space."""
+    """If the problem runs both directions of a cell written by the user, return it with one direction. Return any other
+    problem unchanged. The oracle computes only one direction of such a cell, and the kernels of `stepwise` are the
+    same, as they read the number of directions at run time. A small H is doubled: the arrays are then as wide as those
+    of both directions, and Metal binds them in the same address space."""
     if not problem.bidirectional or not isinstance(problem.cell, PointwiseCell):
         return problem
     H = 2 * problem.H if problem.H < SMALL else problem.H

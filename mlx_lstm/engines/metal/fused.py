@@ -74,7 +74,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     # The mask is the factor on h in the recurrent product. It has one time index if all steps share it.
     mask = whole_mask(problem, arrays) if cell.recurrent else None
     sweep = forward_sweep(problem, tuple(arrays), mask is not None and mask.shape[0] > 1)
-    # numbers: an LSTM's forget bias and limits.
+    # numbers: an LSTM's forget bias and the limits of its clips.
     inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
     if cell.norm is not None:
         inputs |= norms.inputs_of(problem, arrays)
@@ -301,7 +301,8 @@ def forward_sweep(problem: Problem, names: tuple[str, ...], masks_differ: bool) 
     which also get the states that the launch before returned."""
     bare, cell = readable(problem, names), problem.cell
     there = {name: name in names for name in ("h0", "c0", "lengths")}
-    # The mask on h includes `keep`. numbers: the forget bias and limits, which only an LSTM has.
+    # The mask on h includes `keep` (a factor on the states before a step). numbers: the forget bias and the limits of
+    # the clips, which only an LSTM has.
     there |= {"z": True, "arranged": cell.recurrent, "sizes": True}
     there |= {"mask": cell.recurrent and ("mask" in names or "keep" in names), "numbers": cell.op == "lstm"}
     present = {name for name in there if there[name]} | {*options_of(problem, names)}

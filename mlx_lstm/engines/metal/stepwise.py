@@ -897,9 +897,9 @@ P)."""
 
 
 class Sequences(NamedTuple):
-    """The launch after all steps, which copies the rows of a pass into sequences such as h [T, B, H]. inputs, outputs:
-    the names of its arrays, without those of rows and sizes. sizes: two small arrays that it reads: where each array of
-    rows begins, counted in rows, and the sizes of each kind of rows."""
+    """The launch after all steps, which copies the rows of a pass (the arrays that its steps wrote) into sequences such
+    as h [T, B, H]. inputs, outputs: the names of its arrays, without those of rows and sizes. sizes: two small arrays
+    that it reads: where each array of rows begins, counted in rows, and the sizes of each kind of rows."""
 
     launch: Launch
     inputs: list[str]
@@ -914,10 +914,10 @@ def after_sweep(
     kinds: list[Kind],
     names: frozenset[str],
 ) -> Arrays:
-    """After the last step of a pass, launch the kernel that copies the results from the rows of all steps into
-    sequences. Return the results by name. make: the function that builds this launch. kinds: the rows to read, each
-    kind with its width, H or P. names: the names of the results that the call needs. The kernel has inputs for LEFT
-    arrays of rows; if there are fewer, the last one is passed again."""
+    """After the last step of a pass, launch the kernel that copies the results from the rows (the arrays that the steps
+    wrote) into sequences. Return the results by name. make: the function that builds this launch. kinds: the rows to
+    read, each kind with its width, H or P. names: the names of the results that the call needs. The kernel has inputs
+    for LEFT arrays of rows; if there are fewer, the last one is passed again."""
     left: list[mx.array] = []
     for rows, _ in kinds:
         left += rows.pieces
@@ -938,8 +938,8 @@ def prepare_sequences(
     inputs: dict[str, bool],
     outputs: Outputs,
 ) -> Sequences:
-    """Return the launch that copies the rows of a pass into sequences. It has one thread per batch item, unit, step
-    and direction, in threadgroups of 256.
+    """Return the launch that copies the rows of a pass (the arrays that its steps wrote) into sequences. It has one
+    thread per batch item, unit, step and direction, in threadgroups of 256.
 
     layout: for each kind of rows the number of rows in each array, the elements of a row, and the width H or P. name:
     the kernel's name. body: the Metal statements that call the shader. inputs: {array that it can read besides the
@@ -966,9 +966,9 @@ def prepare_sequences(
 
 @cached
 def outputs_launch(problem: Problem, present: tuple[str, ...], layout: Layout, names: frozenset[str]) -> Sequences:
-    """Return the launch that copies the outputs of a forward pass from its rows into sequences. names: the outputs to
-    copy, some of h, c, gates, hT and cT. layout: one kind of rows, or with a projection two: those of the cells, and
-    those with h."""
+    """Return the launch that copies the outputs of a forward pass from its rows (the arrays that its launches wrote)
+    into sequences. names: the outputs to copy, some of h, c, gates, hT and cT. layout: one kind of rows, or with a
+    projection two: those of the cells, and those with h."""
     (T, B, H, P), D, dtype = problem[:4], problem.directions, problem.dtype
     gates, c = problem.cell.kept, problem.cell.carried
     shapes = {
@@ -1000,7 +1000,8 @@ def outputs_launch(problem: Problem, present: tuple[str, ...], layout: Layout, n
 
 @cached
 def gradients_launch(problem: Problem, present: tuple[str, ...], layout: Layout, names: frozenset[str]) -> Sequences:
-    """Return the launch that copies the results of a backward pass from its rows into sequences.
+    """Return the launch that copies the results of a backward pass from its rows (the arrays that its launches wrote)
+    into sequences.
 
     It always writes dz, the gradients of the preactivations, and with a projection dh, the gradient of h. If `names`
     contains them, it also writes

@@ -18,8 +18,8 @@ There are two methods. `Normalisation` computes mean and variance of a product a
 faster for one block and many steps. It needs weights W whose columns have a mean of 0. Then the normalised product is W
 (r u), where u is the vector that W multiplies, so only u is multiplied by r. `Factor` computes r from a small
 triangular matrix instead of the product. `ProductNorm` is the backward pass of this method. Its W [GH, K] and columns u
-[K, N] are Wh and h_in, or Wx and x. With D = d scale, E = W^T D, m = mean(D y) and c = r^2 m, the gradient of u is r E
-- c (W^T W u).
+[K, N] are Wh and h_in, or Wx and x. With D = d * scale, E = W^T D, m = mean(D y) and c = r^2 m, the gradient of u is
+r E - c (W^T W u).
 
 Most functions write their result into memory that was allocated before: an argument `out`, which is the last argument
 of a NumPy function. A batch is wide from WIDE_BATCH (16) items on. A mean is computed as a product with `row`, a row of
@@ -52,7 +52,7 @@ class Tiles:
     view is [blocks, n / 8, 8 B]."""
 
     def __init__(self, n: int, B: int, dtype: np.dtype, blocks: int = 1):
-        """Allocate the memory of the repeated row. n: the rows of a block."""
+        """Allocate the memory of the repeated row, for arrays [n, B] per block."""
         # The row is not repeated if 8 does not divide n, or if B is 1: NumPy's loops are then long without it.
         times = 8 if n % 8 == 0 and B > 1 else 1
         self.shape: tuple[int, int, int] = (blocks, n // times, times * B)
@@ -78,10 +78,10 @@ def to_factors(variance: Array, eps: Array) -> None:
 class Normalisation:
     """The layer normalisation of arrays [n, B], with scratch memory for one step.
 
-    centred: whether the arrays have a mean of 0 in each block already, because the weights of the product have one
-    (`with_centred_weights`). Then no means of the arrays and of the gradients are computed. The result of `before`
-    lacks the subtraction of one number per block and column. This is corrected after all steps, when `centre_gradients`
-    subtracts the means of the weight gradients.
+    centred: whether the arrays have a mean of 0 in each block already, because the columns of the weights have a mean
+    of 0 in each block, too (`with_centred_weights`). Then no means of the arrays and of the gradients are computed. The
+    result of `before` lacks the subtraction of one number per block and column. This is corrected after all steps, when
+    `centre_gradients` subtracts the means of the weight gradients.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class Normalisation:
         shift: Array | None,
         centred: bool = False,
     ):
-        """Allocate the memory. sizes: (blocks, n, B). scale, shift: [n], or None for 1 and 0."""
+        """Allocate the memory. sizes: (blocks, n, B), for arrays [n, B] with so many blocks. scale, shift: [n]; None
+        stands for a scale of 1 and a shift of 0."""
         blocks, n, B = sizes
         self.shape: tuple[int, int, int] = (blocks, n // blocks, B)
         self.centred: bool = centred
@@ -164,19 +165,20 @@ class Normalisation:
         [n, B], r [blocks, 1, B]: the results of `normalise` for a. `out` must not be d or y. `prepare_backward` must
         run once before.
 
-        The gradient is r (d scale - mean(d scale) - y mean(d scale y)), with the means over a block. If `centred`, the
-        term mean(d scale) is left out: `centre_gradients` removes it from all gradients at the end.
+        The gradient is r (d * scale - mean(d * scale) - y mean(d * scale * y)), with the means over a block. If
+        `centred`, the term mean(d * scale) is left out: `centre_gradients` removes it from all gradients at the end.
         """
-        # scratch [n, B] is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale).
+        # scratch [n, B] is at first d * y, later what is subtracted from d * scale: y mean(d * scale * y) +
+        # mean(d * scale).
         tiles, shape, scratch = self.tiles, self.tiles.shape, self.wide_scratch
         dy = np.multiply(d, y, self.scratch)
-        self.means(self.scaled_row, dy, self.mean)  # mean(d scale y)
+        self.means(self.scaled_row, dy, self.mean)  # mean(d * scale * y)
         for total, terms in ((self.dscale, dy), (self.dshift, d)):
             if total is not None:
                 np.add(total, terms, total)
         np.multiply(y.reshape(shape), tiles(self.mean), scratch)
         if not self.centred:
-            self.means(self.scaled_row, d, self.other_mean)  # mean(d scale)
+            self.means(self.scaled_row, d, self.other_mean)  # mean(d * scale)
             np.add(scratch, tiles(self.other_mean), scratch)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
@@ -216,17 +218,18 @@ class OneColumn(Normalisation):
 
     def before(self, d: Array, y: Array, r: Array, out: Array) -> None:
         """Do the same as `Normalisation.before` for d, y, out [n, 1] and r [1, 1, 1]."""
-        # scratch is at first d y, later what is subtracted from d scale: y mean(d scale y) + mean(d scale).
+        # scratch is at first d * y, later what is subtracted from d * scale: y mean(d * scale * y) +
+        # mean(d * scale).
         row, scratch, y = self.scaled_row[0], self.scratch[:, 0], y[:, 0]
         dy = np.multiply(d[:, 0], y, scratch)
-        mean = dot(row, dy)  # mean(d scale y)
+        mean = dot(row, dy)  # mean(d * scale * y)
         if self.dscale is not None:
             self.dscale += self.scratch
         if self.dshift is not None:
             self.dshift += d
         np.multiply(y, mean, scratch)
         if not self.centred:
-            np.add(scratch, dot(row, d[:, 0]), scratch)  # mean(d scale)
+            np.add(scratch, dot(row, d[:, 0]), scratch)  # mean(d * scale)
         scaled = d if self.scale is None else np.multiply(d, self.scale, self.scaled)
         np.subtract(scaled, self.scratch, self.scratch)
         np.multiply(self.scratch, r.item(), out)
@@ -298,7 +301,8 @@ def centres(problem: Problem, v: Views) -> bool:
 
 def of_stream(problem: Problem) -> Problem:
     """Return the problem of a single step as that of a stream. `centres` decides by the number of steps whether centred
-    weights pay. A stream has many steps in all, so it gets P as the number of steps."""
+    weights (minus their mean, so that no step subtracts a mean) save time. A stream has many steps in all, so it gets P
+    as the number of steps, which is enough."""
     return problem._replace(T=problem.P)
 
 
@@ -324,9 +328,9 @@ def saved_rows(problem: Problem, v: Views) -> int:
     """Return how many numbers of the norms the forward pass saves for each step and batch item. This number also says
     by which method the norms are computed (`by_factors`).
 
-    0: no product is normalised. 1 or 2: by factors (`ProductNorm`), which save the factor r of the recurrent product,
-    and that of the input's product. More: the normalised numbers y and the factors r of the recurrent product or of the
-    sum.
+    0: no product is normalised. 1 or 2: the method by factors (`ProductNorm`), which saves only r = 1 / sqrt(variance +
+    eps) of the recurrent product, and with 2 that of the input's product. More: the normalised numbers y and the
+    factors r of the recurrent product or of its sum with the input's part.
     """
     norm, (T, B, H, P), cell = norm_options(problem), problem[:4], problem.cell
     rows, blocks = cell.gates * H, norm_blocks(cell)
@@ -348,7 +352,8 @@ def saved_rows(problem: Problem, v: Views) -> int:
 
 
 def by_factors(problem: Problem, rows: int) -> bool:
-    """Return whether the norms are computed by factors. rows: what `saved_rows` returned."""
+    """Return whether the norms are computed by factors (see the head of this module). rows: what `saved_rows`
+    returned."""
     return 0 < rows < problem.cell.gates * problem.H + norm_blocks(problem.cell)
 
 
@@ -363,8 +368,9 @@ def centre_gradients(problem: Problem, out: Views) -> None:
 
 
 def norm_of_preactivations(problem: Problem, v: Views) -> Normalisation | None:
-    """Return the layer normalisation of the recurrent product or of the sum, or None if only c is normalised. An LSTM's
-    forget bias is added after the norm; if the sum is normalised, it becomes a part of the shift."""
+    """Return the layer normalisation of the recurrent product or of its sum with the input's part, or None if only c is
+    normalised. An LSTM's forget bias is added after the norm; if the sum is normalised, it becomes a part of the
+    shift."""
     (_, B, H, _, cell), dtype, norm = problem[:5], v["x"].dtype, norm_options(problem)
     if norm.of is None:
         return None
@@ -431,8 +437,8 @@ class InputNormOfSteps:
         self.group: int = -1  # the number of the group of steps whose products `ahead` holds; -1: none yet
 
     def back(self, k: int, out: Array) -> None:
-        """Write to `out` [G H, B] the gradient of the product at step k of the chunk. The caller has written the
-        gradient of the norm's result to `self.d`."""
+        """Write to `out` [G H, B] the gradient of the input's product at step k of the chunk. The caller has written
+        the gradient of the norm's result to `self.d`."""
         steps = len(self.ahead)  # the number of steps in a group
         group, n = divmod(k, steps)  # step k is number n of this group
         if group != self.group:
@@ -503,7 +509,7 @@ class InputNorm:
     def back(self, x: Array, d: Array, products: WeightGradients) -> None:
         """Turn d [G H, N], the gradient of the norm's result for the rows x [N, I], into the gradient of the product,
         in place. Add the terms of these rows to the gradients of scale and shift; the caller computes that of the bias.
-        With D = d scale and means over a block, the gradient of the product is r (D - mean(D) - y mean(D y))."""
+        With D = d * scale and means over a block, the gradient of the product is r (D - mean(D) - y mean(D y))."""
         y = np.empty_like(d)
         r = self.normalise(x, y)
         if "norm_input_scale" in products.out:
@@ -533,8 +539,8 @@ class Factor:
     """
 
     def __init__(self, W: Array, eps: float, B: int = 1):
-        """Compute the triangular matrix R from the weights W [n, K]. B: the number of columns of u in a call of this
-        object."""
+        """Compute the triangular matrix R from the weights W [n, K]. B: the number of columns of u, the array that W
+        multiplies, in a call of this object."""
         wide = W.astype(np.float64)
         square = wide.T @ wide  # W^T W
         # The Cholesky factor exists only if rounding does not make the matrix indefinite. `error` bounds the rounding
@@ -577,8 +583,9 @@ class Factor:
 
 
 class NormByFactors:
-    """The forward pass of a call whose norms are computed by factors. The steps compute no norm: they read the changed
-    arrays `arrays`, and at each step `enter` multiplies h by a factor."""
+    """The forward pass of a call whose norms are computed by factors. The steps compute no norm: they read `arrays`,
+    the arrays of the call with the scales as a part of the weights and the shifts as a part of the bias, and at each
+    step `enter` multiplies h by its factor r = 1 / sqrt(variance + eps)."""
 
     def __init__(self, problem: Problem, v: Views, norms: Array | None, rows: int):
         """Prepare `arrays`. v: the arrays of the call, from `with_centred_weights`. norms [T, B, rows]: memory for the
@@ -629,7 +636,7 @@ class ProductNorm:
     pass. It does not compute the product.
 
     The weights W [GH, K] have a mean of 0 over their rows, so the normalised product is y = r W u. Let d be the
-    gradient of the norm's result, D = d scale, and E = W^T D. The gradient of the product is r (D - m y) minus its
+    gradient of the norm's result, D = d * scale, and E = W^T D. The gradient of the product is r (D - m y) minus its
     mean, with m = mean(D y). It is never computed, because every gradient needs only its product with W or u:
 
         m = r (u E) / GH, summed over K         du = r E - c (W^T W u)
@@ -689,8 +696,8 @@ class RecurrentNorm:
     and u = h_in, for one direction. N = steps x batch: the columns of a chunk."""
 
     def __init__(self, problem: Problem, v: Views, saved: Array, chunk: int):
-        """Allocate the memory. saved [T, 1 or 2, B]: the factors r of the recurrent product, in the first row. chunk:
-        the largest number of steps in a chunk."""
+        """Allocate the memory. saved [T, 1 or 2, B]: the factors r = 1 / sqrt(variance + eps) of the norm of the
+        recurrent product, in the first row. chunk: the largest number of steps in a chunk."""
         (_, B, _, P), dtype = problem[:4], v["x"].dtype
         self.norm: ProductNorm = ProductNorm(matrix(v["Wh"]), v.get("norm_scale"))
         self.shift: Array | None = v.get("norm_shift")
@@ -747,7 +754,8 @@ class RecurrentNorm:
 
 class InputProductNorm:
     """The backward pass of the layer normalisation of the input's product, by factors: a `ProductNorm` with W = Wx and
-    u = x. saved [T, 2, B]: the factors r of the recurrent product and of the input's product."""
+    u = x. saved [T, 2, B]: the factors r = 1 / sqrt(variance + eps) of the norms of the recurrent product and of the
+    input's product."""
 
     def __init__(self, v: Views, saved: Array):
         self.norm: ProductNorm = ProductNorm(matrix(v["Wx"]), v.get("norm_input_scale"))
@@ -771,8 +779,9 @@ class InputProductNorm:
 
 
 class NormBackward:
-    """The backward pass of the layer normalisation of the recurrent product or of the sum, for one direction. A step
-    writes the gradient of the norm's result to `d`. Then `through` computes the gradient of the recurrent product."""
+    """The backward pass of the layer normalisation of the recurrent product, or of its sum with the input's part, for
+    one direction. A step writes the gradient of the norm's result to `d`. Then `through` computes the gradient of the
+    recurrent product."""
 
     def __init__(
         self,
@@ -784,10 +793,10 @@ class NormBackward:
         saved: Array,
         dz: Array,
     ):
-        """Allocate the memory. norm: the norm of the recurrent product or of the sum. of_input: the norm of the input's
-        product, or None. saved [T, G H + blocks, B]: the normalised numbers y and the factors r of each step. dz [G H,
-        N]: memory for the gradients of the input's part at the steps of a chunk. other: the numbers of the gates whose
-        input part and recurrent part have different gradients, such as a GRU's candidate."""
+        """Allocate the memory. norm: the norm of the recurrent product, or of its sum with the input's part. of_input:
+        the norm of the input's product, or None. saved [T, G H + blocks, B]: the normalised numbers y and the factors r
+        of each step. dz [G H, N]: memory for the gradients of the input's part at the steps of a chunk. other: the
+        numbers of the gates whose input part and recurrent part have different gradients, such as a GRU's candidate."""
         (_, B, H, _, cell), dtype = problem[:5], v["x"].dtype
         self.norm, self.saved, self.dz, rows = norm, saved, dz, len(dz)
         # dp: the gradients of the recurrent product at the steps of a chunk; if the sum is normalised, also those of

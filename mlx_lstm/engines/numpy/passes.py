@@ -194,7 +194,8 @@ class BackwardSweep:
                 continue
             # last: the items whose last step in time is t. Forward in time they end here, so this pass, which goes
             # backward, begins with them: their gradients move from `waiting` to dh and dc. In reverse they begin here,
-            # so this pass ends with them: below their gradients move back to `waiting`.
+            # so this pass ends with them: further down in this loop their gradients move back to `waiting`, which holds
+            # the gradients of items that do not run.
             last = self.ends.at(t + 1)
             if last is not None and not problem.reverse:
                 for running, waiting in self.waiting:
@@ -276,8 +277,9 @@ class BackwardSweep:
         self.dc *= keep
 
     def h_before(self, start: int, stop: int) -> Array:
-        """Return h before each of the steps from `start` to `stop`, [steps, B, P], not yet multiplied by `keep`. The
-        result is a view of the saved h, or a copy if it contains the first state."""
+        """Return h before each of the steps from `start` to `stop`, [steps, B, P], not yet multiplied by `keep` (the
+        factor on the states before a step). The result is a view of the saved h, or a copy if it contains the first
+        state."""
         problem, states, first = self.problem, self.h, self.v.get("h0", 0)
         if problem.T == 1 and "h0" in self.v:
             return self.v["h0"][None]

@@ -396,8 +396,8 @@ class WeightGradients:
         """Write the gradient of x for the steps from `start` to `stop`, if this gradient is requested. dz [GH, n]: the
         gradient of the preactivations of G gates with H units each, with n = steps x batch.
 
-        With Wx the gradient is dz^T Wx. Without Wx the caller passes the product as x: each direction has its own part
-        of x, and the gradient of this part is dz.
+        With Wx the gradient is dz^T Wx. Without Wx the caller passes x Wx^T in the place of x: each direction has its
+        own part of it, and the gradient of this part is dz.
         """
         if "x" not in self.out:
             return

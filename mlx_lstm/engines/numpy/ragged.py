@@ -32,7 +32,7 @@ the arrays takes longer than the saved steps."""
 
 class Segment(NamedTuple):
     """The steps from `start` to `stop` for those batch items that have not ended before step `start`. items: their
-    indices, or a slice for all items."""
+    indices in the batch, or a slice if these are neighbours."""
 
     start: int
     stop: int

@@ -215,7 +215,8 @@ class Groups:
         into: Mapping[int, Place],
         lengths: Mapping[str, int],
     ):
-        """Find the groups. into: {node: its place} of results. lengths: {array: number of its blocks}."""
+        """Find the groups: nodes that one statement can compute together. into: {node: its place} of results. lengths:
+        {array: number of its blocks}."""
         self.nodes, self.order, self.known, self.into = nodes, order, known, into
         self.of: dict[int, tuple[int, ...]] = {}
         self.block: dict[int, Place] = {}
@@ -232,8 +233,8 @@ class Groups:
                 self.uses.setdefault(k, []).append(n)
         # First group nodes that read successive blocks of one array.
         self.along_gates()
-        # Then group nodes whose results shall lie in successive blocks of one array: row - position is constant. item:
-        # (position, (place, node)).
+        # Then group nodes whose results shall lie in successive blocks of one array: the row minus the position in the
+        # sorted list is constant. item: (position, (place, node)).
         targets = sorted((place, n) for n, place in into.items())
         for _, run in groupby(enumerate(targets), key=lambda item: (item[1][0].array, item[1][0].row - item[0])):
             self.side_by_side([n for _, (_, n) in run])
@@ -259,8 +260,8 @@ class Groups:
                 self.block[n], self.by_row[n] = self.known[z], (self.known[z].row, "a sum")
         for pairs in found.values():
             # pairs: (row, node) of all nodes that compute the same function, each of the block in this row. Divide them
-            # into runs of successive rows, in which row - position is constant, and whose results lie in successive
-            # blocks of one array (`offset` is the same) or have no target. item: (position, (row, node)).
+            # into runs of successive rows (row minus position in the sorted list is constant), whose results lie in
+            # successive blocks of one array (`offset` is the same) or have no target. item: (position, (row, node)).
             numbered = enumerate(sorted(pairs))
             for _, run in groupby(numbered, key=lambda item: (self.offset(item[1][1]), item[1][0] - item[0])):
                 self.group([n for _, (_, n) in run])
@@ -278,7 +279,7 @@ class Groups:
 
     def group(self, members: list[int]) -> None:
         """Make groups of these nodes, each as large as possible. Nodes that depend on one another cannot be in one
-        group. members: nodes with the same operation, in the order of their rows."""
+        group. members: nodes with the same operation, in the order of the blocks that they read or write."""
         while members:
             n = next(n for n in range(len(members), 0, -1) if n == 1 or self.is_possible(members[:n]))
             if n > 1:
@@ -344,7 +345,8 @@ class Groups:
         if self.nodes[n].op == "const":
             return self.nodes[n].value, -1
         place = self.known.get(n)
-        # A function of one row (`by_row`) has no place yet, but its row says which nodes will be its neighbours.
+        # A node in `by_row`, a function of one block of an array, has no place yet. But nodes of neighbouring blocks
+        # will get neighbouring places, so the number of the block stands for the place.
         return place or (("", self.by_row[n][0]) if n in self.by_row else (NEW, -1))
 
 
@@ -445,7 +447,8 @@ class Writer:
         self.scratch |= {name: Scratch(count) for name, count in groups.sizes.items()}
         self.sizes |= groups.sizes
         self.units: list[tuple[int, ...]] = ordered(self.nodes, order, groups.of, self.place) or []
-        # last: the number of the last unit that reads a node. Targets are read after all units.
+        # last: {node: the number of the last unit that reads it}. A unit is a group of nodes that one statement
+        # computes, or a single node. Targets are read after all units.
         self.last: dict[int, float] = {
             k: t for t, unit in enumerate(self.units) for n in unit for k in self.nodes[n].args
         }
@@ -600,7 +603,7 @@ class Writer:
     def hint(self, n: int) -> Place | None:
         """Return a place for node n from which it need not be moved: the target of the only node that reads n, or of
         the only node that reads that node, and so on, if each of these nodes can overwrite its operand. Return None if
-        there is no such target, or if its array must not hold intermediate results (`dense`)."""
+        there is no such target, or if its array may not hold intermediate results (is not in `dense`)."""
         while len(readers := self.readers.get(n, [])) == 1 and self.nodes[n := readers[0]].op in OVERWRITES:
             if n in self.into:
                 return self.into[n] if self.into[n].array in self.dense else None

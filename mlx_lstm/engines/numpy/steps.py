@@ -4,8 +4,8 @@ code is generated once for each kind of call; each call passes it the arrays on 
 Every array of a step is feature-major, [n H, B]: n blocks of H units, so that each gate and each state is contiguous. A
 value of the graph lies in one block, its `Place` (the array's name, the number of the block). The class `Writer` of
 `statements` writes the NumPy statements that compute a graph. A `Plan` says how the step of a cell is computed. H:
-units, B: batch items, G: gates, P: the width of h, C: states besides h, U, V: the inputs of a step and the parameters
-of a user's cell. v: the arrays of the call by name.
+units, B: batch items, G: gates, P: the width of h, C: the number of states besides h; U and V: the numbers of inputs of
+a step and of parameters of a user's cell. v: the arrays of the call by name.
 
 The name of an input of a graph is a letter and a number: x preactivations (or only their input part, if `apart`: the
 cell gets the input's part and the recurrent part as two values), p their recurrent part, s states (s0 is h), u inputs
@@ -286,16 +286,17 @@ class Step:
         None: Wh multiplies h itself."""
         if mask is not None:
             self.enter = lambda t, h, out: np.multiply(h, mask[t].T, out=out)
-        # norm: the norm of the recurrent product or the sum; of_input, norm_of_c: those of the input's product and of
-        # c. of: what the generated step normalises by `norm`; None if nothing, or if the norm is a factor on h, which
-        # `enter` applies.
+        # norm: the norm of the recurrent product, or of its sum with the input's part; of_input, norm_of_c: those of
+        # the input's product and of c. of: what the generated step normalises by `norm`; None if nothing, or if the
+        # norm is a factor on h, which `enter` applies.
         norm = of_input = norm_of_c = None
         if cell.norm is not None:
             v, norm, of_input = self.prepare_norms(problem, v, streamed, norms)
             norm_of_c = NormOfC(problem, v) if cell.norm.c is not None else None
         of = cell.norm.of if cell.norm is not None and not self.by_factors else None
         # apart: whether the input's part must not be in one product with the recurrent part. negatable: the gates for
-        # which such a product may be -z. copies_h: whether Wh multiplies another array than h itself.
+        # which a joined product may give -z, the negated preactivation. copies_h: whether Wh multiplies another array
+        # than h itself.
         apart = plan.graph.apart or not cell.recurrent or of in ("product", "products") or of_input is not None
         negatable = plan.negatable if norm is None else ""
         copies_h = self.enter is not None
@@ -331,8 +332,8 @@ class Step:
         self, problem: Problem, v: Views, streamed: bool, norms: Array | None
     ) -> tuple[Views, Normalisation | None, InputNorm | InputNormOfSteps | None]:
         """Return (arrays, norm, of_input): the arrays of the call as the products read them, the norm of the recurrent
-        product or of the sum, and the norm of the input's product. A norm is None if the step does not compute it.
-        streamed: steps arrive one at a time; the caller then computes the input's part."""
+        product or of its sum with the input's part, and the norm of the input's product. A norm is None if the step
+        does not compute it. streamed: steps arrive one at a time; the caller then computes the input's part."""
         many = of_stream(problem) if streamed else problem
         # rows: how many numbers the norms save per step and item, which says how they are computed (see `saved_rows`).
         rows = 0 if streamed else saved_rows(problem, v) if norms is None else norms.shape[2]
@@ -340,13 +341,14 @@ class Step:
         v = with_centred_weights(many, v, self.by_factors)  # so that no step subtracts a mean, if that pays
         if not self.by_factors:
             return v, norm_of_preactivations(many, v), None if streamed else input_norm_of(problem, v)
-        # By factors: the norm is a factor on the h that Wh multiplies, h times the mask. So the mask is applied first,
-        # by `multiply`.
+        # By factors: the norm is a factor on the array that Wh multiplies. This array is h times the mask, so
+        # `multiply` applies the mask first.
         forward, multiply = NormByFactors(problem, v, norms, rows), self.enter
         self.enter = forward.enter
         if multiply is not None:
             self.enter = lambda t, h, out: forward.enter(t, multiply(t, h, out), out)
-        # If rows is 2, the input's product is normalised by factors, too; `forward.arrays` has them in x already.
+        # If rows is 2, the input's product is normalised by factors, too; x in `forward.arrays` is multiplied by them
+        # already.
         return forward.arrays, None, input_norm_of(problem, forward.arrays) if rows == 1 else None
 
 
@@ -391,11 +393,11 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
     the step computes the backward pass of a norm of the input's product. by_weights: whether the backward pass of the
     norm of the recurrent product runs after the product with Wh^T (`RecurrentNorm`) instead of before (`NormBackward`).
 
-    H: units, B: batch items, P: the width of h, C: states besides h, G: gates, U, V: the inputs of a step and the
-    parameters per unit of a user's cell. `plan.other`: the gates whose input part and recurrent part have different
-    gradients, such as a GRU's candidate. The arrays dz, dx, m, q and dh are columns of larger arrays, which have one
-    column for each step and batch item of a chunk; the slice `columns` selects those of step t. Exception: for a
-    `NormBackward` dz, and dx with `with_input`, are arrays of one step. The step reads
+    H: units, B: batch items, P: the width of h, C: the states besides h, G: the gates; U and V: the inputs of a step
+    and the parameters per unit of a user's cell. `plan.other`: the gates whose input part and recurrent part have
+    different gradients, such as a GRU's candidate. The arrays dz, dx, m, q and dh are columns of larger arrays, which
+    have one column for each step and batch item of a chunk; the slice `columns` selects those of step t. Exception:
+    with a `NormBackward` dz is an array of one step, and if `with_input` dx, too. The step reads
 
         c_prev, c    the states other than h [C H, B] before and after step t
         d0, dc       the gradients of h [P, B] and of the other states [C H, B] after the step
@@ -409,7 +411,7 @@ def backward_function(plan: Plan, with_input: bool, by_weights: bool) -> Build:
         dz, dx       the gradients of the recurrent parts of all gates [G H, B], and of the input parts of the gates in
                      `plan.other` (H rows each)
         direct       the part of the gradient of the h before the step that bypasses the recurrent product [H, B]
-        di           the part of the gradient of h times the mask that bypasses the product [H, B]
+        di           the part of the gradient of mask * h that bypasses the product [H, B]
         m            the array that the step's second product multiplies by its weight [H, B]: by a projection Wp, or
                      by the candidate's rows of a GRU's Wh
         dh           the gradient of a projected h before its clip [P, B]
@@ -507,7 +509,8 @@ class StepBackward:
         self.cell, self.H = cell, H
         self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
         # by_column: all arrays that have a column for each step and batch item of a chunk. norm: the norm of the
-        # recurrent product or the sum. of_input: the norm of the input's product. Each is None without such a norm.
+        # recurrent product, or of its sum with the input's part. of_input: the norm of the input's product. Each is
+        # None without such a norm.
         self.by_column: list[Array] = [self.dz]
         self.norm: NormBackward | RecurrentNorm | None = None
         self.of_input: Any = None
@@ -557,9 +560,9 @@ class StepBackward:
         )
 
     def prepare_norms(self, problem: Problem, v: Views, saved: Array) -> dict[str, Any]:
-        """Create the objects for the backward pass of the norms of the recurrent product (or the sum) and of the
-        input's product. Return what the generated code uses of them, by name: the function `through_norm`, and its
-        arrays. saved [T, B, .]: what the forward pass saved of the norms.
+        """Create the objects for the backward pass of the norms of the recurrent product (or of its sum with the
+        input's part) and of the input's product. Return what the generated code uses of them, by name: the function
+        `through_norm`, and its arrays. saved [T, B, .]: what the forward pass saved of the norms.
 
         There are two methods. In general the forward pass saves the normalised product y and its factor r = 1 /
         sqrt(variance + eps), and `NormBackward` computes the gradients from them. With the method "by factors" it saves
@@ -585,9 +588,9 @@ class StepBackward:
         return {"through_norm": norm.through, "dz": norm.d, "dx": norm.dx}
 
     def through_rows(self, dz: Array, dh: Array) -> None:
-        """Write to dh [H, B] the gradient of h times the mask, for a GRU with reset "before". It is the sum of `di`,
-        the part that comes through the candidate's product, and of the parts that come through the products of the
-        gates r and z. dz [G H, B]: the gradients of the preactivations of this step."""
+        """Write to dh [H, B] the gradient of the product mask * h, for a GRU with reset "before". It is the sum of
+        `di`, the part that comes through the candidate's product, and of the parts that come through the products of
+        the gates r and z. dz [G H, B]: the gradients of the preactivations of this step."""
         np.copyto(dh, self.di)
         for start, stop in self.plan.rows:
             rows = slice(start * self.H, stop * self.H)
@@ -655,7 +658,8 @@ class StepBackward:
             for start, stop in self.plan.rows:  # each range of blocks of Wh that multiply h
                 rows = slice(None) if (start, stop) == (0, cell.gates) else slice(start * H, stop * H)
                 products.accumulate("Wh", dp[rows, :n], h_in, rows)
-        # The second product of a step: with the projection, or with the candidate's rows of Wh.
+        # Add the gradient of the weights of a step's second product: of the projection, or of the candidate's rows of
+        # Wh.
         if self.m is not None and self.dh is not None:
             products.accumulate("Wp", self.dh[:, :n], self.m[:, :n].T)
         elif self.m is not None:

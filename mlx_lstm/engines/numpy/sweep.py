@@ -91,8 +91,9 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
         rows["gates"] = D * cell.kept * H
     if problem.training and cell.norm is not None and cell.norm.of is not None:
         rows["norms"] = D * saved_rows(problem, v)
-    # hidden: for each segment a dict of the arrays that only the backward pass reads. NumPy allocates them, because MLX
-    # would write zeros to their memory first.
+    # hidden: a dict of the arrays that only the backward pass reads, for each segment (a range of steps with the items
+    # that run in it; without lengths one for the whole call). NumPy allocates them, because MLX would write zeros to
+    # their memory first.
     sizes = [segment.sizes(B) for segment in parts] or [(T, B)]
     hidden = [
         {name: np.empty((steps, n, items), dtype).transpose(FEATURE_MAJOR) for name, n in rows.items()}
@@ -142,7 +143,7 @@ def backward(
     arrays_saved = {name: a for name, a in saved.items() if isinstance(a, mx.array | np.ndarray)}
     outputs = {name: view(array) for name, array in arrays_saved.items() if name in ("h", "c", *HIDDEN)}
     by_segment = {name: a for name in HIDDEN if isinstance(a := saved.get(name), list)}
-    # hidden: for each segment a dict of its saved arrays.
+    # hidden: for each segment (a range of steps with the items that run in it) a dict of its saved arrays.
     hidden = [{name: a[n] for name, a in by_segment.items()} for n in range(len(parts))]
     # wanted: the names of all gradients except x. factored: those that are returned as two factors. new: the memory of
     # all others.

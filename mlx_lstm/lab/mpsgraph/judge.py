@@ -25,13 +25,15 @@ HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}  # the orac
 
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
-    """Return all results of a case in float64, by name, in MPSGraph's layouts. readings: keywords of `options`."""
+    """Return all results of a case in float64, by name, in MPSGraph's layouts. readings: answers to questions that
+    Apple's documentation leaves open, as keywords of `options`."""
     return evaluated(case, Rounding(np.float64), **readings)
 
 
 def evaluated(case: CompareCase, fl: Rounding, **readings: str) -> Arrays:
     """Return all results of a case (a call of an op with its arrays), computed by the float64 oracle in the arithmetic
-    `fl`, which rounds the result of each operation. readings: keywords of `options`."""
+    `fl`, which rounds the result of each operation. readings: answers to questions that Apple's documentation leaves
+    open, as keywords of `options`."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
@@ -50,7 +52,8 @@ def kink_distance(case: CompareCase, **readings: str) -> float:
 
 
 def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
-    """Return a case as keyword arguments of the float64 oracle. readings: keywords of `options`."""
+    """Return a case as keyword arguments of the float64 oracle. readings: answers to questions that Apple's
+    documentation leaves open, as keywords of `options`."""
     arrays = {WORDS[name]: array for name, array in case.arrays.items() if name in WORDS}
     bidirectional, reverse = case.bidirectional, case.descriptor.get("reverse", False)
     directions = {"bidirectional": bidirectional, "reverse": reverse and not bidirectional}

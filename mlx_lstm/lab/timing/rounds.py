@@ -25,8 +25,8 @@ CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Plan(NamedTuple):
-    """How one implementation is timed. turns: the number of turns. warmups: the number of untimed runs at the start of
-    a turn. seconds: the time of the timed runs in a turn; 0 for a single run."""
+    """How one implementation is timed. turns: how often each implementation gets its turn. warmups: the number of
+    untimed runs at the start of a turn. seconds: the time of the timed runs in a turn; 0 for a single run."""
 
     turns: int
     warmups: int

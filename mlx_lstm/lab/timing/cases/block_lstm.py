@@ -72,7 +72,7 @@ def prepare(ops: tuple[Op, Op], given: dict[str, Any], as_numpy: Callable[[Any],
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `mlx_lstm.tf.block_lstm` and `block_lstm_grad` with these arrays, ready to run."""
+    """Return the `Work` (the function to time) for `mlx_lstm.tf.block_lstm` and `block_lstm_grad` with these arrays."""
     from mlx_lstm import tf
 
     arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in op_arrays(numbers).items()}
@@ -89,7 +89,8 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_tensorflow(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU with these arrays, ready to run."""
+    """Return the `Work` (the function to time) for `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU with these
+    arrays."""
     import tensorflow as tf
 
     tf.config.set_visible_devices([], "GPU")

@@ -31,7 +31,8 @@ def drawn(size: Size, dtype: str, weights: dict[str, tuple[int, ...]], direction
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `mlx_lstm.lstm` on the task's engine, ready to run. The pass "forward" is inference."""
+    """Return the `Work` (the function to time) for `mlx_lstm.lstm` on the task's engine. The pass "forward" is
+    inference."""
     from mlx_lstm import lstm
 
     def forward(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
@@ -42,7 +43,8 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `mlx.nn.LSTM`. It takes the batch first, so x and dh are converted before the timed runs."""
+    """Return the `Work` (the function to time) for `mlx.nn.LSTM`. It takes the batch first, so x and dh are converted
+    before the timed runs."""
     import mlx.nn as nn
 
     layer = nn.LSTM(task.size.I, task.size.H)
@@ -59,8 +61,9 @@ def prepare_mlx(numbers: Tensors, task: Task) -> Work:
 
 
 def in_mlx(forward: Callable[..., mx.array], numbers: Tensors, task: Task) -> Work:
-    """Return the task for a function of MLX arrays that returns h. numbers: its arguments by name, in the order of its
-    parameters, and dh, the cotangent of h. In the pass "backward" `mx.vjp` computes the gradients of all arguments."""
+    """Return the `Work` (the function to time) for a function of MLX arrays that returns h. numbers: its arguments by
+    name, in the order of its parameters, and dh, the cotangent of h. In the pass "backward" `mx.vjp` computes the
+    gradients of all arguments."""
     arrays = {n: mx.array(np.ascontiguousarray(array)).astype(DTYPES[task.dtype]) for n, array in numbers.items()}
     mx.eval(arrays)
     dh = arrays.pop("dh")
@@ -88,7 +91,8 @@ def h_and_gradients(inputs: list[str], results: list[Array]) -> Tensors:
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `torch.nn.LSTM` on the CPU. bias_ih is b; bias_hh is 0, without a gradient."""
+    """Return the `Work` (the function to time) for `torch.nn.LSTM` on the CPU. bias_ih is b; bias_hh is 0, without a
+    gradient."""
     import torch
 
     layer: Any = torch.nn.LSTM(task.size.I, task.size.H)
@@ -97,9 +101,9 @@ def prepare_torch(numbers: Tensors, task: Task) -> Work:
 
 
 def in_torch(layer: Any, parameters: dict[str, str], numbers: Tensors, task: Task) -> Work:
-    """Return the task for a layer of torch on the CPU. parameters: torch's name for each weight. The pass "forward"
-    runs under `no_grad`. In the pass "backward" `torch.autograd.grad`, unlike `backward`, spends no time on adding the
-    gradients to `.grad`."""
+    """Return the `Work` (the function to time) for a layer of torch on the CPU. parameters: torch's name for each
+    weight. The pass "forward" runs under `no_grad`. In the pass "backward" `torch.autograd.grad`, unlike `backward`,
+    spends no time on adding the gradients to `.grad`."""
     import torch
 
     dtype = getattr(torch, task.dtype)

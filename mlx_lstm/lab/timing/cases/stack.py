@@ -104,7 +104,7 @@ def from_buffer(buffer: np.ndarray, like: Tensors) -> Tensors:
 
 
 def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
-    """Return the task for `mlx_lstm.cudnn.cudnn_rnn` with these arrays, ready to run."""
+    """Return the `Work` (the function to time) for `mlx_lstm.cudnn.cudnn_rnn` with these arrays."""
     from mlx_lstm.cudnn import cudnn_rnn
 
     training = task.which == "backward"
@@ -126,7 +126,7 @@ def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_torch(cell: str, numbers: Tensors, task: Task) -> Work:
-    """Return the task for `torch.nn.LSTM` or `torch.nn.GRU` on the CPU, ready to run."""
+    """Return the `Work` (the function to time) for `torch.nn.LSTM` or `torch.nn.GRU` on the CPU."""
     import torch
 
     layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell]

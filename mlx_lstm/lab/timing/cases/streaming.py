@@ -58,9 +58,9 @@ def streamed(
 
 
 def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
-    """Return the task for an MLX layer with these weights, which runs one time step per call. call: a function (frame,
-    states) -> (h, new states) that runs one step. state: the shape of h and of c. axis: the position of the time axis
-    of size 1 that `call` needs in a frame (the input of one step), or None."""
+    """Return the `Work` (the function to time) for an MLX layer with these weights, which runs one time step per call.
+    call: a function (frame, states) -> (h, new states) that runs one step. state: the shape of h and of c. axis: the
+    position of the time axis of size 1 that `call` needs in a frame (the input of one step), or None."""
     layer.update({name: mx.array(array) for name, array in weights.items()})
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()
@@ -73,7 +73,8 @@ def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `mlx_lstm.nn.LSTM`, ready to be timed. Its method `step` computes one time step per call."""
+    """Return the `Work` (the function to time) for `mlx_lstm.nn.LSTM`. Its method `step` computes one time step per
+    call."""
     from mlx_lstm.nn import LSTM
 
     layer = LSTM(task.size.I, task.size.H, engine=task.engine)
@@ -86,8 +87,8 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_stepper(numbers: Tensors, task: Task) -> Work:
-    """Return the task for a stepper of `mlx_lstm.nn.LSTM`, ready to be timed. A stepper holds its states, so it is
-    reset before each run. It is made once, at the first run, so that the time of making it is not measured."""
+    """Return the `Work` (the function to time) for a stepper of `mlx_lstm.nn.LSTM`. A stepper holds its states, so it
+    is reset before each run. It is made once, at the first run, so that the time of making it is not measured."""
     from mlx_lstm.nn import LSTM, Stepper
 
     layer = LSTM(task.size.I, task.size.H)
@@ -103,8 +104,8 @@ def prepare_stepper(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `mlx.nn.LSTM`, ready to be timed. This layer returns the states of all its time steps; the
-    states of the last step are passed to the next call."""
+    """Return the `Work` (the function to time) for `mlx.nn.LSTM`. This layer returns the states of all its time steps;
+    the states of the last step are passed to the next call."""
     from mlx.nn import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
@@ -128,7 +129,7 @@ def torch_weights(numbers: Tensors) -> Tensors:
 
 
 def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `mlx_lstm.torch.LSTM` on the engine that the layer chooses."""
+    """Return the `Work` (the function to time) for `mlx_lstm.torch.LSTM` on the engine that the layer chooses."""
     from mlx_lstm.torch import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
@@ -137,7 +138,8 @@ def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """Return the task for `torch.nn.LSTM` on the CPU, under `inference_mode`, ready to run one time step per call."""
+    """Return the `Work` (the function to time) for `torch.nn.LSTM` on the CPU, under `inference_mode`, ready to run one
+    time step per call."""
     import torch
 
     dtype = getattr(torch, task.dtype)
