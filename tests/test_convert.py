@@ -1541,6 +1541,16 @@ def test_layers_numbered_from_1_by_a_template(tmp_path, capsys):
     assert_same(weights, convert.read(target, keys="{name}{layer}.{array}").layers["lstm1"])
 
 
+@pytest.mark.parametrize("style", ["keras", "mlx", "torch"])
+def test_a_file_of_arrays_holds_no_option(style, tmp_path):
+    """A file whose keys name arrays only cannot say that c is clipped, or which activations the gates have."""
+    for name, value in (("cell_clip", 1.0), ("activations", ("hard_sigmoid", *LSTMCell().activations[1:]))):
+        weights = clipped(weights_of(LSTMCell(), biases="x"), **{name: value})
+        with pytest.raises(ValueError, match=f"{name} must be the default, as the format has no other"):
+            convert.write(tmp_path / "a.npz", {"lstm": weights}, style=style)
+    assert not (tmp_path / "a.npz").exists()
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_an_error_names_the_key_of_a_numbered_layer(layer, tmp_path):
     shapes = {"Wx": (16, 4), "Wh": (16, 4), "bias": (16,)}
