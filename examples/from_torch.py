@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=layers, default="lstm")
     parser.add_argument("--layers", type=int, choices=range(1, 10), default=2, help="number of layers (default: 2)")
-    parser.add_argument("--save", metavar="FILE", help="write the weights under torch's names, .safetensors")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the weights under torch's names, .safetensors")
     arguments = parser.parse_args(argv)
-    if arguments.save and (Path(arguments.save).suffix != ".safetensors" or not Path(arguments.save).parent.is_dir()):
+    if (file := arguments.save) and (file.suffix != ".safetensors" or file.is_dir() or not file.parent.is_dir()):
         parser.error("--save must be a file name that ends in .safetensors, in a folder that exists")
     torch.manual_seed(0)
     theirs = layers[arguments.mode](24, 32, arguments.layers, bidirectional=True)
@@ -91,8 +91,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name:32} {value.shape!s:14} largest difference {np.abs(got[name] - value).max():.1e}")
     same = all(torch.equal(*pair) for pair in zip(theirs.parameters(), to_torch(ours).parameters(), strict=True))
     print(f"back in torch: {'the same bits' if same else 'DIFFERENT'}")
-    if arguments.save:
-        ours.save_weights(arguments.save)
+    if file:
+        ours.save_weights(str(file))
     return 0 if same else 1
 
 

@@ -82,11 +82,11 @@ void store_last(
 //   V            the type of a vector of 4 weights, or of 4 words with quantized weights
 //   a.numbers    the forget bias and the limit of c of an LSTM
 //   TWO          whether a step has two products: those of a GRU whose reset comes before the candidate's product
-//   before, after   where the masked h of this step and of the next step lie: in different halves. If TWO, both lie in
-//                half 0, and r times the masked h lies in half 1. The second product is for the candidate n only, gate
-//                2, so its bit set WANTED is 1 << 2 = 4
+//   before, after   where in `vectors`, which has two halves, the masked h of this step and of the next step lie: in
+//                different halves. If TWO, both lie in half 0, and r times the masked h lies in half 1. The second
+//                product is for the candidate n only, gate 2, so its argument WANTED (one bit per gate) is 1 << 2 = 4
 //   block        the index of the lane's gate on the gate axis; -1 if the lane has no gate
-//   own          where the unit's h lies in an operand
+//   own          the position of the unit's h in a row of an operand
 //   writes       whether the lane has the states of a unit; h_now and c_now are valid only there
 //   y            before Unit::forward the input's part of the preactivation of the lane's gate; after it the gate (of a
 //                plain RNN the preactivation)

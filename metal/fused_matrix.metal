@@ -237,10 +237,10 @@ void unit_backward(
   item.past = ds[0] * numbers.keep;
 }
 
-// Store the gradients dp of a unit's SUMMED parameters in a.dw [groups, D SUMMED H]. They are summed over the steps and
-// the 8 batch items of a threadgroup. group: the threadgroup's number. Four lanes have the same unit, each for two
-// items. Their lane numbers differ in bits 0 and 3, so two exchanges over the distances 1 and 8 add up their sums.
-// writes: whether this lane is the one of the four that writes.
+// Store dp, the gradients of the SUMMED parameters that each unit has, in a.dw [groups, D SUMMED
+// H]. They are summed over the steps and the 8 batch items of a threadgroup. group: the threadgroup's number. Four
+// lanes have the same unit, each for two items. Their lane numbers differ in bits 0 and 3, so two exchanges over the
+// distances 1 and 8 add up their sums. writes: whether this lane is the one of the four that writes.
 template <class Cell, int H, class Arrays>
 void store_sums(
     thread const Arrays& a, thread const Sweep& sweep, uint group, int unit, bool writes,

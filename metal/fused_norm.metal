@@ -324,7 +324,8 @@ struct NormNumbers {
   float y[ROWS][COUNT], r[ROWS][COUNT], d[ROWS][COUNT], c_y[ROWS][1], c_r[ROWS][1];
 };
 
-// Return empty NormNumbers. The parameter selects this overload for cells with a norm; other cells pass Absent.
+// Return NormNumbers that are all 0. The parameter is not read: it selects this overload for cells with a norm. Cells
+// without a norm pass Absent and get the other overload.
 template <int ROWS, int COUNT> NormNumbers<ROWS, COUNT> norm_numbers(thread const NormLane<COUNT>&) { return {}; }
 
 // Read the numbers that a lane needs for its norms at one backward step, for ROWS batch items. items[r].at: the unit's

@@ -26,10 +26,11 @@ struct PackedVector {
 };
 
 // How many weights and words a lane has, if GROUP lanes share SLOTS rows of LENGTH weights each. A lane has SPAN
-// weights of each row, in PIECES pieces of PIECE weights with the same scale. FACTORS: scales and biases per row and
-// piece. EACH: words per piece, counted over all SLOTS rows, of which OF_WEIGHTS hold weights (eight weights fill WORDS
-// words). COUNT: all words of a lane, in vectors of 4, rounded up. RUNS: how many runs of 4 numbers the lane reads of
-// the vector that the weights multiply.
+// weights of each row, in PIECES pieces of PIECE weights with the same scale. FIELD: the bits that hold a weight. FACTORS: the
+// factors of a row in a piece: its scale and, if BIASED, its bias. EACH: the words of a piece of all SLOTS rows
+// together: first OF_WEIGHTS words with weights (eight weights fill WORDS words), then the factors. COUNT: all words of
+// a lane, in vectors of 4, rounded up. RUNS: how many runs of 4 numbers the lane reads of the vector that the weights
+// multiply.
 template <int FIELD, int SIZE, bool BIASED, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   enum {

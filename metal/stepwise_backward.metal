@@ -30,10 +30,11 @@ struct FollowingRow {
   bool candidate;
 };
 
-// The operand x of the product, for all batch items; the function find_row below selects the row of one item. dz: the
-// gradients dz that the launch before wrote or, with a projection, dh_t. a: the arrays, of which find_row reads the
-// gates. s: the step. H: how many numbers of dz each gate has. (s.H can be another number: in the kernel stepwise_dh it
-// is P, the width of a projected h.)
+// The left operand x of the backward product with Wh, for all batch items: gradients of the step that follows in time.
+// The function find_row below selects the row of one item. dz: the gradients of the preactivations that the launch
+// before wrote or, with a projection, the gradient of h at this step. a: the arrays, of which find_row reads the gates.
+// s: the step. H: how many numbers of dz each gate has. (s.H can be another number: in the kernel stepwise_dh it is P,
+// the width of a projected h.)
 template <class Cell, class S, class Arrays>
 struct Following {
   using Row = FollowingRow<S, Arrays>;

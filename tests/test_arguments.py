@@ -2,12 +2,13 @@
 argument, the rule and the value."""
 
 from fractions import Fraction
+from inspect import signature
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import convert, oracle, recurrence
+from mlx_lstm import convert, gru, lstm, oracle, pointwise, recurrence, rnn
 from mlx_lstm.engines.numpy import sweep as engine_numpy
 from mlx_lstm.engines.ops import sweep as engine_ops
 
@@ -313,3 +314,13 @@ def test_a_forced_engine_that_cannot_run(word):
     op = getattr(recurrence, word)
     with pytest.raises(ValueError, match=rf"\[{word}\] engine='numpy' cannot run: inside mx"):
         mx.compile(lambda Wh: op(Wh=Wh, **rest, engine="numpy").h)(mx.zeros((GATES[word] * H, H)))
+
+
+@pytest.mark.parametrize("op", [lstm, gru, rnn, pointwise], ids=lambda op: op.__name__)
+def test_defaults_are_the_same_in_every_function(op):
+    """A call trains, in one forward direction, on the best engine, and returns no gates."""
+    defaults = {"training": True, "reverse": False, "bidirectional": False, "return_gates": False, "engine": None}
+    defaults |= dict.fromkeys(("lengths", "keep", "hold", "mask", "norm", "checkpoint_every", "stream"))
+    found = {name: each.default for name, each in signature(op).parameters.items() if name in defaults}
+    assert found == {name: defaults[name] for name in found}
+    assert len(found) == len(defaults) - (op is pointwise)  # which has no gates to return

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +22,7 @@ from mlx_lstm.bench.__main__ import main
 from mlx_lstm.lab.progress import ERASE, Progress
 from mlx_lstm.lab.report import machine_card
 from mlx_lstm.lab.timing import judge as judging
-from mlx_lstm.lab.timing import rounds
+from mlx_lstm.lab.timing import rounds, short
 from mlx_lstm.lab.timing.cases import CASES, find_contender, is_installed, streaming
 from mlx_lstm.lab.timing.cases import stack as judge_stack
 from mlx_lstm.lab.timing.cases.lstm import CONTENDERS, draw
@@ -224,6 +225,30 @@ def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
     assert rows["wrong"]["runs"] == "0" and rows["wrong"]["median_s"] == ""
     assert float(rows["wrong"]["error"]) > float(rows["wrong"]["bound"])
     assert rows["mlx_lstm.lstm"]["status"] == "timed"
+
+
+@pytest.mark.parametrize("missing", ["h", "dWh"])
+def test_a_contender_without_a_result_is_refused(missing, tmp_path):
+    """A contender must return all results of its pass: it would else be faster because it computes less."""
+    numbers = draw(TINY, "float32")
+    judge = judge_layer(numbers, "float32", backward=True)
+
+    def answer(limit, do, file):
+        np.savez(file, **{name: array for name, array in judge.exact.items() if name != missing})
+        return {"once": 0.0, "peak": None, "mlx_peak": None, "threads": None}
+
+    row, _ = rounds.check(task(), SimpleNamespace(ask=answer), judge, str(tmp_path / "results.npz"))
+    assert row.status == f"refused: {missing}: missing" and row.failed
+
+
+def test_what_only_a_mac_measures_is_asked_for_as_measure_takes_it(monkeypatch):
+    asked = create_autospec(short.measure, return_value=[])
+    monkeypatch.setattr(short, "measure", asked)
+    monkeypatch.setattr(short, "judge_layer", lambda *_, **options: None)
+    monkeypatch.setattr(short, "draw", lambda *_: None)
+    assert len(list(short.settle(["fused", "stepwise"], Progress(io.StringIO())))) == asked.call_count > 1
+    engines = {task.engine for call in asked.call_args_list for task in call.args[0]}
+    assert engines == {"fused", "stepwise"} and {call.args[0][0].device for call in asked.call_args_list} == {"gpu"}
 
 
 def test_a_compilers_errors_are_printed_and_the_others_measured(planted, capfd):

@@ -555,6 +555,12 @@ def captures():
         nonlocal number
         number = value
 
+    scalar = np.float32(0.5)
+
+    def set_scalar(value):
+        nonlocal scalar
+        scalar = np.float32(value)
+
     def set_global(value):
         global NUMBER
         NUMBER = value
@@ -583,6 +589,7 @@ def captures():
         "module": (lambda a, state: (a[0] * SETTINGS.k,), partial(setattr, SETTINGS, "k")),
         "dict": (lambda a, state: (a[0] * table["k"][0],), partial(table["k"].__setitem__, 0)),
         "NumPy": (lambda a, state: (a[0] * float(array),), partial(array.__setitem__, ...)),
+        "NumPy number": (lambda a, state: (a[0] * float(scalar),), set_scalar),
         "partial": (partial(lambda k, a, state: (a[0] * k[0],), part), partial(part.__setitem__, 0)),
         "text": (lambda a, state: (a[0] * getattr(own, "own"),), partial(setattr, own, "own")),  # noqa: B009
         "attribute of a function": (lambda a, state: (a[0] * helper.rate,), partial(setattr, helper, "rate")),
@@ -808,7 +815,7 @@ def test_a_wrong_graph_is_refused(cell):
                 verify(lie, graph.function, (2, 3))
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (8, 8)])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 3), (8, 8)])
 def test_a_graph_that_is_wrong_for_some_numbers_is_refused(shape):
     """The comparison tries negative numbers, numbers between 0 and 1, and numbers above 1, whatever the sizes."""
     wrong = [mx.abs, lambda a: mx.minimum(a, 1), lambda a: mx.where(mx.abs(a - 0.5) < 0.5, 0.5, a)]

@@ -145,6 +145,14 @@ def test_every_gradient_is_judged(monkeypatch, array):
     assert compare(prepared_case("gru, 17 items"), "numpy").failure.startswith(f"d{array}: error ")
 
 
+def test_a_gradient_that_is_missing_is_a_failure(monkeypatch):
+    def incomplete(*arguments, training=True):
+        return {name: array for name, array in run_case(*arguments, training).items() if name != "dWh"}
+
+    monkeypatch.setattr(comparison, "run", incomplete)
+    assert compare(prepared_case("gru, 17 items"), "numpy").failure == "dWh: missing"
+
+
 @pytest.mark.parametrize("array", ["h", "hT"])
 def test_calls_without_training_are_judged(monkeypatch, array):
     def wrong(*arguments, training=True):

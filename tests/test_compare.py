@@ -16,8 +16,9 @@ from mlx_lstm.compare.experiments import experiments
 from mlx_lstm.lab.mpsgraph import apple, contenders, judge, torch_layer
 from mlx_lstm.lab.mpsgraph.cases import GATES, draw, grid
 from mlx_lstm.lab.mpsgraph.files import load_case, load_golden, save_case, save_golden
-from mlx_lstm.lab.mpsgraph.measure import ComparisonRow, compare
-from mlx_lstm.lab.mpsgraph.report import pairs_text
+from mlx_lstm.lab.mpsgraph.measure import ComparisonRow, compare, rows_of
+from mlx_lstm.lab.mpsgraph.report import bars, pairs_text
+from mlx_lstm.oracle.closeness import exact_and_element_bounds
 
 RECORDER = Path(__file__).parent / "mpsgraph_recorder"
 MODULES = ("Metal", "MetalPerformanceShadersGraph", "objc")
@@ -246,7 +247,8 @@ def test_a_golden_that_was_changed_is_refused(tmp_path, capsys):
     arrays["0/results/h"] = arrays["0/results/h"] + 1
     np.savez(file, **arrays)
     (tmp_path / "text.npz").write_text("no golden")
-    for name, words in {file: "was changed since it was recorded", str(tmp_path / "text.npz"): "is no golden"}.items():
+    other = [str(tmp_path / name) for name in ("text.npz", "missing.npz")]
+    for name, words in ({file: "was changed since it was recorded"} | dict.fromkeys(other, "is no golden")).items():
         with pytest.raises(SystemExit) as info:
             command.main(["--golden", name])
         assert info.value.code == 2 and words in capsys.readouterr().err
@@ -260,6 +262,13 @@ def test_settle_confirms_the_defaults(tmp_path, recorder, capsys):
 
     names = {finding["name"] for finding in report["findings"]}
     assert names == {line.split()[0][2:] for line in mpsgraph.__doc__.splitlines() if line.startswith("    E:")}
+
+
+def test_a_call_without_gradients_has_no_cotangents():
+    """The call that shows how many results MPSGraph returns gets no gradients: one of them belongs to a result that the
+    call does not ask for."""
+    (one,) = (each for each in experiments() if each.name == "output_count")
+    assert not [name for name in one.case.arrays if name.endswith("_gradient")]
 
 
 @pytest.mark.parametrize(
@@ -327,6 +336,31 @@ def test_what_makes_a_row_fail():
     late = near.copy()
     late[2] += 1
     assert row(late).first == (2, 0, 0) and row(late).by_time[0] < 1 < 0.9e6 < row(late).by_time[2]
+
+
+def test_two_results_may_differ_by_two_bounds():
+    """Each of two results may have an error of one bound. A larger difference is a failure."""
+    case = draw(np.random.default_rng(0), "lstm", (3, 2, 3, 4))
+    exact, bounds = exact_and_element_bounds(lambda fl: judge.evaluated(case, fl), np.float32)
+    for factor, is_right in ((1.9, True), (2.1, False)):
+        results = {"ops": exact["h"] + factor * bounds["h"], "golden": exact["h"].copy()}
+        rows = rows_of(case, {name: contenders.Outcome({"h": array}) for name, array in results.items()})
+        (row,) = (row for row in rows if row.pair == "ops - golden")
+        assert row.failed != is_right
+
+
+def test_bars_show_the_worst_ratio_of_each_pair():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    rows = [
+        ComparisonRow("case", tensor, pair, "ok", over_bound=ratio)
+        for pair, ratios in {"ops - oracle": (0.25, 0.5, np.nan), "numpy - oracle": (0.75, 0.125, 0.0625)}.items()
+        for tensor, ratio in zip(("h", "h", "c"), ratios, strict=True)
+    ]
+    figure, axis = pyplot.subplots()
+    bars(axis, rows, {"ops - oracle": "red", "numpy - oracle": "blue"})
+    heights = {drawn.get_label(): [bar.get_height() for bar in drawn] for drawn in axis.containers}
+    pyplot.close(figure)
+    assert heights == {"ops - oracle": [0.5], "numpy - oracle": [0.75, 0.0625]}
 
 
 def test_what_torch_cannot_run():

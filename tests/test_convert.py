@@ -1541,6 +1541,25 @@ def test_layers_numbered_from_1_by_a_template(tmp_path, capsys):
     assert_same(weights, convert.read(target, keys="{name}{layer}.{array}").layers["lstm1"])
 
 
+@pytest.mark.parametrize("style", ["keras", "mlx", "torch"])
+def test_a_file_of_arrays_holds_no_option(style, tmp_path):
+    """A file whose keys name arrays only cannot say that c is clipped, or which activations the gates have."""
+    for name, value in (("cell_clip", 1.0), ("activations", ("hard_sigmoid", *LSTMCell().activations[1:]))):
+        weights = clipped(weights_of(LSTMCell(), biases="x"), **{name: value})
+        with pytest.raises(ValueError, match=f"{name} must be the default, as the format has no other"):
+            convert.write(tmp_path / "a.npz", {"lstm": weights}, style=style)
+    assert not (tmp_path / "a.npz").exists()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_error_names_the_key_of_a_numbered_layer(layer, tmp_path):
+    shapes = {"Wx": (16, 4), "Wh": (16, 4), "bias": (16,)}
+    arrays = {f"lstm{n}.{name}": mx.ones(shape) for n in range(2) for name, shape in shapes.items()}
+    path = saved(tmp_path / "a.npz", arrays | {f"lstm{layer}.bias": mx.ones(15)})
+    with pytest.raises(ValueError, match=rf"lstm{layer}\.bias must have shape \[16\]"):
+        convert.read(path, keys="{name}{layer}.{array}")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -1582,6 +1601,7 @@ def test_missing_and_surplus_keys_are_named(tmp_path, capsys):
         (without(keras_style, "k.kernel"), "k.kernel must be there"),
         (lstm | {"enc.weight_hh_l0_scales": numbers(16, 1)}, "enc.weight_hh_l0 must not be quantized"),
         (lstm | {"enc.weight_hh_l0": numbers(18, H)}, "enc.weight_hh_l0 must have shape [4H, H], [3H, H] or [H, H]"),
+        (lstm | {"enc.weight_hh_l0": numbers(16)}, "enc.weight_hh_l0 must have shape [4H, H], [3H, H] or [H, H]"),
         (lstm | {"enc.weight_ih_l1": numbers(16, I)}, "enc.weight_ih_l1 must have shape [16, 8]"),
         (gru | {"enc.bias_ih_l0": numbers(16)}, "enc.bias_ih_l0 must have shape [12]"),
         (

@@ -375,6 +375,23 @@ def test_dropout_of_1_drops_all(mode):
             np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-12 * max(1.0, np.abs(value).max()))
 
 
+@pytest.mark.parametrize("version", ["", "_v2", "_v3"])
+def test_an_engine_that_was_asked_for_has_to_run(version):
+    """Forward and backward."""
+    x, state, params = mx.ones((2, 1, 3)), mx.ones((1, 1, 4)), mx.ones((cudnn.cudnn_rnn_params_size(1, 4, 3).item(),))
+    lengths = {"sequence_lengths": [2]} if version == "_v3" else {}
+    names = "output", "output_h", "output_c"
+    with mx.stream(mx.cpu):
+        found = getattr(cudnn, f"cudnn_rnn{version}")(x, state, state, params, **lengths)._asdict()
+        saved = {name: found[name] for name in (*names, "reserve_space", "host_reserved") if name in found}
+        saved |= {f"{name}_backprop": found[name] for name in names}
+        for op, more in ((f"cudnn_rnn{version}", {}), (f"cudnn_rnn_backprop{version}", saved)):
+            given = {"input": x, "input_h": state, "input_c": state, "params": params} | lengths | more
+            getattr(cudnn, op)(**given)
+            with pytest.raises(ValueError, match="engine='fused' cannot run: Metal shaders run on the GPU"):
+                getattr(cudnn, op)(**given, engine="fused")
+
+
 def test_dropout_between_layers_only():
     """Dropout multiplies the output of each layer except the last by factors. The test runs the layers one by one,
     multiplies by the same factors, and gets the result of the stack. The factors have the right mean and are

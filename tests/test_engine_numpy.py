@@ -590,3 +590,30 @@ def test_two_neighbours_are_computed_at_once():
         nodes, [4, 5], dict(enumerate(z)), dict(zip((4, 5), h, strict=True)), {"z": 4, "h": 2}
     )
     assert groups.of == {4: (4, 5), 5: (4, 5)}
+
+
+def test_operands_of_neighbours_are_computed_into_neighbouring_blocks():
+    """The sums, which no statement computes at once, are written side by side, so that one statement can read both."""
+    nodes = [*(Node("input", value=f"x{k}") for k in range(4)), Node("add", (0, 3)), Node("add", (1, 2))]
+    nodes += [Node("exp", (4,)), Node("exp", (5,))]
+    y, h = (engine_numpy_statements.places(*block) for block in (("y", 4), ("h", 2)))
+    groups = engine_numpy_statements.Groups(
+        nodes, [4, 5, 6, 7], dict(enumerate(y)), dict(zip((6, 7), h, strict=True)), {"y": 4, "h": 2}
+    )
+    assert groups.of == {6: (6, 7), 7: (6, 7)} and groups.sizes == {"g0": 2}
+    assert groups.block == dict(zip((4, 5), engine_numpy_statements.places("g0", 2), strict=True))
+
+
+def test_the_preactivations_of_a_sigmoid_keep_their_sign():
+    """For many rows the engine computes -z instead of the preactivation z that only a sigmoid reads, but not if the
+    caller gets z, as the gates of an RNN."""
+    rng = np.random.default_rng(0)
+    x, Wx, Wh = (rng.normal(size=shape) for shape in ((20, 32, 3), (4, 3), (4, 4)))
+    arrays = [mx.array(array, mx.float32) for array in (x, Wx, Wh)]
+    with mx.stream(mx.cpu):
+        out = rnn(*arrays, activation="sigmoid", return_gates=True, engine="numpy")
+    h = np.zeros((32, 4))
+    for t in range(20):
+        z = x[t] @ Wx.T + h @ Wh.T
+        h = 1 / (1 + np.exp(-z))
+        np.testing.assert_allclose(np.array(out.gates[t]), z, atol=1e-5)

@@ -60,9 +60,12 @@ def test_command(example, tmp_path, capsys):
     assert said.startswith("GRU(24, 32, num_layers=3, bidirectional=True)\n") and "back in torch: the same bits" in said
     assert {float(number) < 1e-4 for number in re.findall(r"difference (\S+)", said)} == {True}
     assert mx.load(path)["weight_hh_l2_reverse"].shape == (96, 32)
+    (tmp_path / "folder.safetensors").mkdir()
     for words in (
         ["--layers", "0"],
+        ["--save", ""],
         ["--save", str(tmp_path / "a.txt")],
+        ["--save", str(tmp_path / "folder.safetensors")],
         ["--save", str(tmp_path / "no" / "a.safetensors")],
     ):
         with pytest.raises(SystemExit):

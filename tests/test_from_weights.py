@@ -143,6 +143,29 @@ def test_checkpoint_every_reaches_the_call(monkeypatch):
     assert given == [2, "auto", None]
 
 
+def test_the_mode_reaches_the_call_and_the_engine_the_stepper(monkeypatch):
+    given, forward = [], Call.forward
+    monkeypatch.setattr(Call, "forward", lambda *a, **o: (given.append(o["training"]), forward(*a, **o))[1])
+    layer = nn.from_weights(WEIGHTS, engine="ops")
+    layer(mx.zeros((B, T, I)))
+    layer.eval()(mx.zeros((B, T, I)))
+    assert given == [True, False] and layer.stepper().engine_used.engine == "ops"
+
+
+def test_held_steps_are_as_if_they_were_left_out():
+    """Each item alone, without its held steps, has the same last states."""
+    layer, rng = nn.from_weights(WEIGHTS), np.random.default_rng(4)
+    x, hold = (
+        rng.normal(size=(B, T, I)).astype(np.float32),
+        np.array([[0, 1, 0, 1, 0], [1, 0, 0, 0, 1], [0, 0, 1, 1, 1]]),
+    )
+    _, whole = layer(mx.array(x), hold=mx.array(hold))
+    for item in range(B):
+        _, alone = layer(mx.array(x[item : item + 1, hold[item] == 0]))
+        for one, other in zip(whole, alone, strict=True):
+            np.testing.assert_allclose(np.array(one)[:, item], np.array(other)[:, 0], rtol=0, atol=1e-6)
+
+
 BAD = {
     "weights must be a Weights, .* but got dict": lambda: nn.from_weights({}),
     "engine must be one of .* but got 'metal'": lambda: nn.from_weights(WEIGHTS, engine="metal"),

@@ -23,18 +23,20 @@ from assertions import assert_within, bounds
 from cases import METAL, draw, draw_cotangents, run
 from kernel_texts import noted
 from on_metal import EVERY_OPTION, matrices_from, on_metal, on_one_engine
+from pointwise_cases import Form
 from quantized_cases import packed
 from trial_on_metal import FAULTS, MATRICES, fault
 
 import mlx_lstm.nn
 import mlx_lstm.torch
 from mlx_lstm.engines import Choice, tuning, verdicts
-from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, PointwiseCell, RNNCell
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import Chunks, Cut, Limits, Problem
 from mlx_lstm.engines.tuning import Table
 from mlx_lstm.oracle import clip_shift, evaluate, forward
 from mlx_lstm.oracle.arithmetic import Rounding
+from mlx_lstm.oracle.judge import Case
 from mlx_lstm.recurrence import _call, _child, _draw, _guard, _judge, unguarded
 from mlx_lstm.recurrence._trial import trial_from, trial_of, without_numbers
 
@@ -918,6 +920,7 @@ CALLS = {
     "stepwise small projection": ("stepwise", (4, 1, 3, 9, 2), {"projection": True}),
     "stepwise small projection of two": ("stepwise", (4, 2, 3, 9, 3), {"projection": True}),
     "stepwise joins": ("stepwise", (22, 9, 3, 9, 9), {"op": "rnn"}),
+    "stepwise small joins": ("stepwise", (22, 1, 3, 5, 5), {"op": "rnn"}),
     "stepwise projection joins": ("stepwise", (11, 3, 3, 9, 4), {"projection": True}),
     "stepwise 4 bits": ("stepwise", (3, 5, 32, 192, 192), {"packing": (32, 4, "affine")}),
     "stepwise nvfp4": ("stepwise", (3, 9, 16, 80, 48), {"packing": (16, 4, "nvfp4"), "projection": True}),
@@ -1002,6 +1005,8 @@ def test_large_calls_have_small_trials():
     kernels as the call."""
     trial = trial_of("fused", problem(T=100000, B=512, H=128, P=128))
     assert trial.problem[:4] == (3, 9, 128, 128) and trial.problem.limits == Limits(index=0, launch_steps=2)
+    forms = [problem(limits=Limits(cores=cores), cut=Cut(1, 0)) for cores in (8, 40)]  # the cut stands for the cores
+    assert trial_of("fused", forms[0]) == trial_of("fused", forms[1])
     trial = trial_of("stepwise", problem(T=100000, B=512, H=1024, P=1024))
     assert trial.problem[:4] == (10, 33, 32, 32) and trial.problem.limits == Limits(index=0, rows_left=9, cores=1)
     assert trial_of("stepwise", problem(T=64, B=5, H=1000, P=1000)).problem[:4] == (10, 3, 8, 8)
@@ -1098,6 +1103,18 @@ def test_a_trial_of_clips_that_stop_gradients(clips):
                 shifts = clip_shift(**drawn.case.call)
                 for name, limit in (("c", cell.cell_clip), ("h", cell.projection_clip)):
                     assert not limit or 0.1 < (shifts[name] != 0).mean() < 0.9, cell
+
+
+def test_a_trial_of_a_users_cell_keeps_off_steep_places():
+    """A trial needs small gradients: a root is steep near 0. In every second attempt the cell gets positive numbers."""
+    graph = Form(lambda a, state: (mx.sqrt(a[0]) + state[0],), gates=1, states=1).graph(1, 1)
+    call = {"op": "pointwise", "graph": graph, "Wx": np.ones((1, 1)), "Wh": np.zeros((1, 1)), "h0": np.ones((1, 1))}
+    for number, is_smooth in ((1.0, True), (1e-12, False)):
+        assert _draw.is_smooth(Case(call | {"x": np.full((1, 1, 1), number)})) == is_smooth
+    form = problem(cell=PointwiseCell(graph), names=("h0", "x", "Wx", "Wh"))
+    for attempt in range(4):
+        states = _draw.values_for_own_cell(form, np.random.default_rng(attempt), attempt)["h0"]
+        assert (states.min() >= 0.5) == (attempt % 2 == 1)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)

@@ -223,6 +223,23 @@ def test_a_judge_refuses_every_lie(judge, problem):
     assert not accepted
 
 
+def test_a_difference_in_any_layer_and_direction_is_named():
+    """`convert.differences` compares the arrays of every layer and of both directions."""
+    rng = np.random.default_rng(0)
+    shapes = {"Wx": (12, 4), "Wh": (12, 3), "bx": (12,)}
+    arrays = {
+        (k, d, n): rng.normal(size=s).astype(np.float32) for k in range(2) for d in range(2) for n, s in shapes.items()
+    }
+
+    def weights(arrays):
+        layers = [[{n: mx.array(arrays[k, d, n]) for n in shapes} for d in range(2)] for k in range(2)]
+        return Weights(LSTMCell(), layers, False)
+
+    assert differences(weights(arrays), weights(arrays)) == []
+    for key, array in arrays.items():
+        assert differences(weights(arrays), weights(arrays | {key: one(2.0)(array)})) == [key[2]], key
+
+
 def test_bounds_at_the_limits():
     """A bound of 0 accepts equal numbers only. Infinity accepts every finite number of the right shape. NaN accepts
     nothing."""
@@ -266,6 +283,22 @@ def test_two_engines_that_lie_alike(lie, monkeypatch):
         assert _judge.wrong(PROBLEM, drawn, cotangents, {key: each.copy() for key, each in lies.items()})
 
 
+def test_how_much_an_imprecise_engine_excuses(monkeypatch):
+    """A trial accepts an error above the bound up to twice the error of the engine `ops` plus four roundings of the
+    largest number, and not more."""
+    drawn, cotangents, results = drawn_trial(PROBLEM)
+    exact = exact_of(PROBLEM).exact
+    judge = Judge(exact, dict.fromkeys(exact, 0.0))
+    monkeypatch.setattr(Case, "judge", lambda *_: judge)
+    for of_ops in (0.0, 1e-3):
+        monkeypatch.setattr(_judge, "results", lambda *_, error=of_ops: {n: exact[n] + error for n in results})
+        for name in results:
+            allowed = 2 * of_ops + 4 * 2.0**-23 * np.abs(exact[name]).max()
+            for error, is_right in ((0.99 * allowed, True), (1.01 * allowed, False)):
+                given = {n: exact[n] + error * (n == name) for n in results}
+                assert (_judge.wrong(PROBLEM, drawn, cotangents, given) == "") == is_right, (name, of_ops, error)
+
+
 def test_gradients_without_bounds_are_finite_and_complete():
     """Next to a kink a gradient has no error bound. It must still be finite and have its shape."""
     drawn, cotangents, results = drawn_trial(PROBLEM)
@@ -289,10 +322,45 @@ def test_what_a_child_process_skips(monkeypatch):
 
 
 def test_a_trial_that_cannot_be_recorded_runs(monkeypatch):
-    """If the recording of a trial's kernels fails, the trial itself runs and reports the error."""
+    """If the recording of a trial's kernels fails, also after its first kernel, the trial itself runs and reports the
+    error."""
     judge = _judge.Trials()
-    monkeypatch.setattr(_judge, "graph", lambda *given: 1 / 0)
+
+    def fail_after_a_kernel(*_):
+        if judge.recorder.texts is not None:
+            judge.recorder.texts.add("a kernel")
+        return 1 / 0
+
+    monkeypatch.setattr(_judge, "graph", fail_after_a_kernel)
     trial = Trial("ops", PROBLEM)
     assert judge.recorder.texts_of(trial) == set()
     for _ in range(2):
         assert "ZeroDivisionError" in judge.judge(trial)["reason"]
+
+
+def test_what_makes_a_kernel_another_one():
+    """Two launches run the same kernel only if all that determines its compiled code is equal."""
+    recorder = _judge.Recorder(mx.fast.metal_kernel)
+
+    def text(name="k", source="s", header="", dtype=mx.float32, size=8, output=mx.float32):
+        recorder.texts = set()
+        launch = recorder.kernel(name=name, source=source, header=header)
+        launch(inputs=[mx.zeros(size, dtype)], output_shapes=[(2,)], output_dtypes=[output])
+        return recorder.texts.pop()
+
+    changes = ({"name": "other"}, {"source": "other"}, {"header": "other"}, {"size": 7})
+    changes += ({"dtype": mx.float16}, {"output": mx.float16})
+    assert len({text(), *(text(**change) for change in changes)}) == 1 + len(changes)
+    assert text(size=9) == text()
+
+
+def test_the_cotangents_of_a_trial():
+    """The trial of a gradient op has the cotangents of the call; a call without any is tried with those of all outputs
+    that the caller gets. Other trials have a cotangent of h, and none if nobody can ask for a gradient."""
+    for problem, names in (
+        (PROBLEM._replace(cotangents=("hT", "gates")), {"hT", "gates"}),
+        (PROBLEM._replace(cotangents=(), return_gates=True), {"h", "c", "hT", "cT", "gates"}),
+        (PROBLEM, {"h"}),
+        (PROBLEM._replace(plain=True), set()),
+    ):
+        assert {*_judge.cotangents_of(problem)} == names

@@ -28,7 +28,7 @@ from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
 from mlx_lstm.engines.metal.rows import JOINED, LEFT, joined_beside, joins
-from mlx_lstm.engines.problem import LIMITS, Problem
+from mlx_lstm.engines.problem import LIMITS, Problem, limited
 from mlx_lstm.ground.machine import shader_folder
 from mlx_lstm.oracle import forward
 from mlx_lstm.recurrence import unguarded
@@ -102,15 +102,17 @@ VARIANTS = (
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 def test_a_name_has_one_text(engine, op):
     """Two kernels with the same name always have the same source, also if the calls differ only in which arrays they
-    have. Otherwise MLX, which caches compiled kernels by name, would compile a kernel again whenever the source for its
-    name changes."""
+    have, or in the width of indices. Otherwise MLX, which caches compiled kernels by name, would compile a kernel again
+    whenever the source for its name changes."""
     texts = {}
     only = {"peephole": "lstm", "c0": "lstm", "bhn": "gru"}
     own = {"lstm": [{"projection": True}] * (engine == "stepwise"), "gru": [{"reset": "before"}], "rnn": []}[op]
-    for options in (*VARIANTS, *own):
+    for limits, options in [({}, options) for options in (*VARIANTS, *own)] + [({"index": 0}, {})]:
         if all(only.get(name, op) == op for name in options):
-            for text in texts_of((2, 4, 2, 5, 3), engine, op=op, **options):
-                assert texts.setdefault(name_of(text), text) == text, options
+            with limited(**limits):
+                found = texts_of((2, 4, 2, 5, 3), engine, op=op, **options)
+            for text in found:
+                assert texts.setdefault(name_of(text), text) == text, (options, limits)
     assert len(texts) > 5
 
 

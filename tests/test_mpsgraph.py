@@ -438,7 +438,9 @@ def refusals():
     yield "ones", "lstm_gradients", {"leading_ones": "bias"}, "leading_ones must be a sequence"
     yield "nested ones", "lstm_gradients", {"leading_ones": [["bias"]]}, "leading_ones must be a sequence"
     yield "holds", "single_gate_rnn", {"z_state_holds": "h"}, "z_state_holds must be one of"
-    yield "engine", "lstm", {"engine": "fused"}, "engine='fused' cannot run"
+    for op in ("lstm", "gru", "single_gate_rnn"):
+        for each in (op, f"{op}_gradients"):
+            yield f"engine of {each}", each, {"engine": "fused"}, "engine='fused' cannot run"
 
 
 @pytest.mark.parametrize("op, change, words", [entry[1:] for entry in refusals()], ids=[e[0] for e in refusals()])

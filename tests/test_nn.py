@@ -2,6 +2,7 @@
 the layers of mlx.nn."""
 
 import itertools
+import warnings
 
 import mlx.core as mx
 import mlx.nn as reference
@@ -13,6 +14,7 @@ from pairs import pairs
 
 import mlx_lstm.nn as nn
 from mlx_lstm import torch
+from mlx_lstm.engines.at_once import by_numpy
 from mlx_lstm.engines.cell_tracer import cached_trace
 
 D, H = 3, 4
@@ -545,6 +547,13 @@ def test_a_nonlinearity_is_traced_once(nonlinearity):
     assert cached_trace.cache_info().misses == before
 
 
+def test_an_empty_batch_with_any_nonlinearity():
+    layer = nn.RNN(D, H, nonlinearity=mx.sin)
+    for batch in ((0,), (2, 0)):
+        assert layer(mx.zeros((*batch, 5, D))).shape == (*batch, 5, H)
+        assert layer.step(mx.zeros((*batch, D))).shape == (*batch, H)
+
+
 @pytest.mark.parametrize("nonlinearity", [mx.sin, reference.gelu, reference.Tanh()], ids=["sin", "gelu", "module"])
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
 def test_rnn_with_any_nonlinearity(nonlinearity, batch):
@@ -569,3 +578,12 @@ def test_rnn_with_any_nonlinearity(nonlinearity, batch):
         lengths = np.broadcast_to(3, whole)
         assert ours(x, lengths=lengths)[..., 3:, :].abs().max().item() == 0
     assert ours.engine_used is None
+
+
+def test_infinite_biases_are_added_without_a_warning():
+    """NumPy adds two biases of a layer at once. The sum of infinities of both signs is NaN, and no warning, as in
+    MLX."""
+    both = [mx.array([np.inf, 1.0]), mx.array([-np.inf, 2.0])]
+    with warnings.catch_warnings(), mx.stream(mx.cpu):
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(np.array(by_numpy(lambda one, other: one + other, *both)), [np.nan, 3.0])

@@ -291,6 +291,37 @@ def test_chunks_and_inference_and_many_lengths(engine, op):
     judge_case(case, cotangents, "float32", engine, training=False)
 
 
+# Places of norms: (op, what is normalised with which gates and with c, the number of batch items).
+PLACES = [
+    ("lstm", ("product", "together", "output"), 2),
+    ("lstm", ("product", "each", None), 2),
+    ("lstm", ("product", "together", "state"), 1),
+    ("lstm", ("sum", "together", "state"), 1),
+    ("lstm", ("sum", "each", None), 2),
+    ("lstm", (None, "together", "output"), 2),
+    ("gru", ("product", "each", None), 2),
+    ("gru", ("product", "together", None), 1),
+    ("rnn", ("sum", "each", None), 2),
+]
+
+
+@pytest.mark.parametrize("left_out", ["scale shift", "scale", "shift"])
+@pytest.mark.parametrize(("op", "norm", "B"), PLACES)
+def test_norms_without_scale_or_shift(op, norm, B, left_out):
+    """Values and gradients are within the oracle's bounds if a norm has no scale, no shift or neither."""
+    rng = np.random.default_rng(6)
+    case = draw(rng, op=op, sizes=(3, B, 3, 4, 4), dtype="float32", norm=NormOptions(*norm))
+    case = {name: value for name, value in case.items() if not name.endswith(tuple(left_out.split()))}
+    cotangents = draw_cotangents(rng, evaluate(case, None, Rounding(np.float64))[0], "float32")
+    exact, bounds = Case(case, cotangents, "float32").judge()
+    for engine in ENGINES:
+        with mx.stream(mx.cpu):
+            found = cases.run(Case(case, cotangents, "float32"), engine)
+            mx.eval(found)
+        for name, array in found.items():
+            assert_within(f"{engine} {name}", np.array(array), exact[name], bounds[name])
+
+
 def test_a_large_mean_does_not_cost_digits():
     """The variance of numbers with a large mean: E[x^2] - E[x]^2 would lose all digits."""
     x = mx.array(np.random.default_rng(0).normal(1e4, 1, (3, 2, 16)), mx.float32)

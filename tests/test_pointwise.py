@@ -81,6 +81,32 @@ def folded(a, state):
     return (mx.where(h > 0, h, state[0]),)
 
 
+# {name: (function of a preactivation, the preactivation, its distance from the nearest jump)}
+JUMPS = {
+    "abs": (mx.abs, -0.3, 0.3),
+    "sign": (mx.sign, -0.7, 0.7),
+    "floor": (mx.floor, 2.3, 0.3),
+    "ceil": (mx.ceil, 2.8, 0.2),
+    "round": (mx.round, 2.3, 0.2),
+    "round a negative number": (mx.round, -1.1, 0.4),
+    "rem": (lambda a: mx.remainder(a, 2), 4.5, 0.25),
+    "maximum": (lambda a: mx.maximum(a, 0.5), 0.8, 0.3),
+    "minimum": (lambda a: mx.minimum(a, -0.5), -0.8, 0.3),
+    "a comparison": (lambda a: mx.where(a >= 1, a, 0), 0.9, 0.1),
+    "none": (mx.tanh, 0.0, np.inf),
+}
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_how_near_a_cell_comes_to_a_jump(name):
+    """Rounding can move a number across a jump of an operation. The distance is what a reader finds by hand."""
+    function, number, distance = JUMPS[name]
+    form = Form(lambda a, state: (function(a[0]),), gates=1, states=1)
+    case = {"x": np.full((1, 1, 1), number), "Wx": np.ones((1, 1)), "Wh": np.zeros((1, 1)), "h0": np.ones((1, 1))}
+    found = kink_distance(op="pointwise", graph=form.graph(1, 1), **case)
+    np.testing.assert_allclose(found, distance, rtol=1e-9)
+
+
 def test_a_value_that_is_read_twice_is_visited_once():
     """The oracle finds how near a cell comes to a jump in time that grows with the cell's operations, not with the ways
     through them, of which this cell has 2^40."""

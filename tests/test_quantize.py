@@ -450,6 +450,13 @@ def test_quantize_a_model():
     assert type(model.embed) is nn.QuantizedEmbedding and type(model.other["sub"]) is Other and model.lstm.bits == 4
 
 
+def test_mlx_gets_the_option_quantize_input():
+    ours, theirs = (nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2))
+    mlx_lstm.nn.quantize(ours, mode="nvfp4", quantize_input=True)
+    nn.quantize(theirs, mode="nvfp4", quantize_input=True)
+    assert type(ours.layers[0]) is type(theirs.layers[0]) is not nn.QuantizedLinear
+
+
 def test_a_model_stays_as_it_was_where_a_layer_is_refused():
     model = nn.Sequential(nn.Linear(64, 64), mlx_lstm.nn.GRU(64, 64), mlx_lstm.nn.GRU(64, 40))
     with pytest.raises(

@@ -84,6 +84,33 @@ def test_the_results_are_those_without_chunks(name, every):
             np.testing.assert_allclose(np.array(got[key]), np.array(value), rtol=0, atol=1e-5, err_msg=key)
 
 
+class WithTuple(nn.Module):
+    """A cell whose arrays of integers in a tuple are no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.W, self.factors = mx.full((H, H), 0.1), (mx.arange(H), mx.array(2))
+
+    def __call__(self, x, h):
+        h = mx.tanh(x + h @ self.W) * self.factors[0] / self.factors[1]
+        return h, h
+
+
+def test_a_module_with_arrays_in_a_tuple():
+    """Chunks leave the tuple as it is, and do not change the gradients. The global array W of this file, of which the
+    cell reads no more than the name, is none that it captures."""
+    cell, x = WithTuple(), numbers(T, B, H, key=1)
+    tuple_before = cell.factors
+
+    def gradients(every):
+        loss = lambda x: recurrent(cell, x, mx.zeros((B, H)), checkpoint_every=every)[0].sum()  # noqa: E731
+        return np.array(nn.value_and_grad(cell, loss)(x)[1]["W"])
+
+    expected = gradients(None)
+    np.testing.assert_allclose(gradients(2), expected, rtol=0, atol=1e-5)
+    assert expected.any() and cell.factors is tuple_before
+
+
 @pytest.mark.parametrize("output", [(), {}])
 def test_outputs_without_arrays(output):
     """A step may return no output: then the loss reads the last state alone. Chunks do not change its gradient."""

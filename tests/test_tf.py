@@ -30,7 +30,7 @@ from tf_cases import (
     theirs,
 )
 
-from mlx_lstm import tf
+from mlx_lstm import cudnn, tf
 from mlx_lstm.engines import ENGINES, METAL_ENGINES
 from mlx_lstm.oracle import backward, forward
 from mlx_lstm.oracle.closeness import largest
@@ -464,6 +464,23 @@ def test_defaults_names_and_order_are_the_raw_ops():
         assert list(ours(op, case, None)) == list(theirs(op, case)), op
 
 
+CUDNN = {"cudnn_rnn": "CudnnRNN", "cudnn_rnn_v2": "CudnnRNNV2", "cudnn_rnn_v3": "CudnnRNNV3"}
+CUDNN |= {op.replace("rnn", "rnn_backprop"): raw.replace("RNN", "RNNBackprop") for op, raw in CUDNN.items()}
+CUDNN |= {"cudnn_rnn_params_to_canonical": "CudnnRNNParamsToCanonical"}
+CUDNN |= {"cudnn_rnn_canonical_to_params": "CudnnRNNCanonicalToParams"}
+CUDNN |= {f"{op}_v2": f"{raw}V2" for op, raw in CUDNN.items() if "canonical" in op}
+
+
+@pytest.mark.parametrize("op", CUDNN)
+def test_defaults_of_the_ops_of_cudnn_are_those_of_the_raw_ops(op):
+    tensorflow = pytest.importorskip("tensorflow")
+    from inspect import Parameter, signature
+
+    here, there = (signature(each).parameters for each in (getattr(cudnn, op), getattr(tensorflow.raw_ops, CUDNN[op])))
+    found = {name: p.default for name, p in here.items() if name in there and p.default is not Parameter.empty}
+    assert found == {name: there[name].default for name in found} and {"seed2", "dropout", "rnn_mode"} <= found.keys()
+
+
 def a_case(op):
     """Return a valid case of any of the eight ops. The LSTM ops use peepholes."""
     of = OF[op]
@@ -584,8 +601,12 @@ def test_wrong_attributes():
             ours(op, a_case(op) | {attribute: wrong}, None)
     with pytest.raises(TypeError, match="use_peephole"):
         tf.block_lstm_grad(**{name: None for name in a_case("block_lstm_grad") if name != "use_peephole"})
+
+
+@pytest.mark.parametrize("op", RAW)
+def test_an_engine_that_was_asked_for_has_to_run(op):
     with pytest.raises(ValueError, match="engine='stepwise' cannot run: Metal shaders run on the GPU"):
-        ours("block_lstm", a_case("block_lstm"), "stepwise", mx.cpu)
+        ours(op, a_case(op), "stepwise", mx.cpu)
 
 
 def test_peepholes_of_any_length_where_they_are_unused():

@@ -311,15 +311,23 @@ def variables_of(function: FunctionType) -> list[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # the variable has no value yet
             held.append((name, cell.cell_contents))
-    # Without texts: the key in `parameters["W"]` is no global variable W.
-    names = [name for name in names_in(function.__code__, with_texts=False) if name in function.__globals__]
+    names = [name for name in globals_in(function.__code__) if name in function.__globals__]
     return [*held, *((name, function.__globals__[name]) for name in names)]
 
 
 @lru_cache(1024)
-def names_in(code: CodeType, with_texts: bool = True) -> tuple[str, ...]:
+def globals_in(code: CodeType) -> tuple[str, ...]:
+    """Return the names of the global variables that code reads, including the functions defined inside of it. The
+    attribute in `self.W` and the key in `parameters["W"]` are no global variable W."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in globals_in(each)]
+    read = [each.argval for each in get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return tuple(dict.fromkeys([*read, *inner]))
+
+
+@lru_cache(1024)
+def names_in(code: CodeType) -> tuple[str, ...]:
     """Return the names of global variables and attributes in the code of a function, including the functions defined
-    inside of it. With texts, those that may be names count, too, as in `getattr(self, "rate")`."""
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each, with_texts)]
+    inside of it, and the texts that may be names, as in `getattr(self, "rate")`."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
     texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
-    return tuple(dict.fromkeys([*code.co_names, *inner, *(texts if with_texts else [])]))
+    return tuple(dict.fromkeys([*code.co_names, *inner, *texts]))

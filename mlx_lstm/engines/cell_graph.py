@@ -482,7 +482,7 @@ def to_save(cell: CellGraph) -> list[int]:
     free, saved = set(cell.known_after()), []  # free: the new states, which the outputs contain
     order = needed(cell.nodes, cell.back, free)  # what the backward pass computes or reads if nothing is saved
     gradients = entered_by_gradients(cell.nodes)  # the nodes of the backward pass
-    for name in cell.names:  # x: preactivations, p: their recurrent parts
+    for name in cell.names:  # names with x are preactivations, names with p their recurrent parts
         if name[0] not in "xp" or cell.number.get(name) not in order:
             continue
         # last: the preactivation, then later nodes through which all paths to gradients lead.

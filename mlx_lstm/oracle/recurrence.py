@@ -91,7 +91,7 @@ def activation_arguments(*, fl: Rounding | None = None, **case: Any) -> list[tup
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
             # s.a: the arguments of the activations by gate, and by "output", "clip_c", "clip_h". p.act: the
-            # activations' names by the same keys. [:, 0]: which sequences run step t.
+            # activations' names by the same keys. p.active[t][:, 0]: which sequences run step t.
             seen += [(p.act[k], a[p.active[t][:, 0]]) for k, a in s.a.items()]
     return seen
 

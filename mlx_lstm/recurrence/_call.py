@@ -265,7 +265,7 @@ class Call(NamedTuple):
         """Return the problem that describes this call, and the choice of its engine.
 
         Arrays are evaluated only for inference, or if the engine `numpy` may run, which needs their values. others:
-        arrays besides the arguments that the engine would read.
+        further arrays that the engine would read, besides `arrays`.
         """
         return_gates, training, wants_last, cotangents = wanted
         dtype, device = arrays["x"].dtype, choice.current_device()

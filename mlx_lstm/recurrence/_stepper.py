@@ -83,9 +83,9 @@ class Stepper:
 
     A step notices parameters that have changed: new arrays, as an optimizer or `load_weights` assigns them, and MLX's
     changes in place such as `layer.Wh *= 2`. It then copies the new parameters before it runs. It does not notice a
-    write through a NumPy view of a parameter, nor another layer in the place of the old one. The engine is chosen for
-    the current device when the stepper is made, and again when parameters have changed. A stepper serves one thread at
-    a time; a layer can have any number of steppers.
+    write through a NumPy view of a parameter, nor that a layer of a stack was replaced by another object: make a new
+    stepper then. The engine is chosen for the current device when the stepper is made, and again when parameters have
+    changed. A stepper serves one thread at a time; a layer can have any number of steppers.
 
     Attributes:
         engine_used (Choice): the engine that runs the steps, with the reason.

@@ -536,7 +536,8 @@ def arrange_launch(sweep: str, problem: Problem) -> Launch | None:
     if not problem.cell.recurrent:
         return None
     D, tiling, dtype = problem.directions, tiling_of(sweep, problem), problem.dtype
-    # lanes=True also for MATRICES, because the shader has code for both orders, and this code names the struct `Lanes`.
+    # lanes=True (include the struct `Lanes`) also if MATRICES is true: the shader has code for the order of lanes and
+    # for that of 8 x 8 matrices, and the first names `Lanes`, so it must be declared.
     struct, files, own, name = shader_of(problem.cell, lanes=True, computes=False)
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), dtype)}
     template: Template = {"UNITS": 1 if tiling.matrices else tiling.units}

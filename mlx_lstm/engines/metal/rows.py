@@ -34,8 +34,8 @@ projection the two kinds of rows have this number together."""
 
 
 class Join(NamedTuple):
-    """A plan to copy successive arrays of rows into one array. first: the index of the first of these arrays. steps:
-    the number of rows in each of them."""
+    """A plan to copy successive arrays of rows into one array. first: the index of the first of them among the arrays
+    with rows. steps: for each of them its number of rows; a row has one time step."""
 
     first: int
     steps: tuple[int, ...]

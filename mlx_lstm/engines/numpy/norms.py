@@ -236,7 +236,8 @@ class OneColumn(Normalisation):
 
 
 def kind_for(sizes: tuple[int, int, int]) -> type[Normalisation]:
-    """Return the class that normalises arrays of these sizes (blocks, n, B) in the least time."""
+    """Return the class that normalises arrays of these sizes in the least time: (blocks that are normalised each by
+    itself, n rows, B batch items)."""
     blocks, _, B = sizes
     return OneColumn if blocks == B == 1 else Normalisation
 

@@ -588,9 +588,10 @@ class StepBackward:
         return {"through_norm": norm.through, "dz": norm.d, "dx": norm.dx}
 
     def through_rows(self, dz: Array, dh: Array) -> None:
-        """Write to dh [H, B] the gradient of the product mask * h, for a GRU with reset "before". It is the sum of
-        `di`, the part that comes through the candidate's product, and of the parts that come through the products of
-        the gates r and z. dz [G H, B]: the gradients of the preactivations of this step."""
+        """Write to dh [H, B] the gradient of mask * h, the array that Wh multiplies, for a GRU with reset "before". It
+        is the sum of `di`, the part that comes through the candidate's matrix product, and of the parts that come
+        through the matrix products of the gates r and z. dz [G H, B]: the gradients of the preactivations of this
+        step."""
         np.copyto(dh, self.di)
         for start, stop in self.plan.rows:
             rows = slice(start * self.H, stop * self.H)
