@@ -200,8 +200,10 @@ def test_a_file_that_cannot_be_written(capsys):
 def test_a_device_is_not_replaced_by_the_report(tmp_path, capsys):
     """The report replaces an old file. A named pipe, which stands for a device such as /dev/stdout, stays."""
     os.mkfifo(tmp_path / "pipe")
-    assert command.main(["--problems", "rnn, 17", "--sizes", "--file", str(tmp_path / "pipe")]) == 2
-    assert "no regular file" in capsys.readouterr().err and (tmp_path / "pipe").is_fifo()
+    with pytest.raises(SystemExit) as info:
+        command.main(["--problems", "rnn, 17", "--sizes", "--file", str(tmp_path / "pipe")])
+    said = capsys.readouterr()
+    assert info.value.code == 2 and "is a pipe" in said.err and not said.out and (tmp_path / "pipe").is_fifo()
 
 
 def test_an_interrupted_check_keeps_what_it_found(tmp_path, capsys, monkeypatch):
