@@ -228,8 +228,9 @@ void unit_backward(
     store(a.dz, block_place<Cell, Cell::GRADIENTS, H>(item.at, m, unit), live ? d[m] : 0.0f);
   UNROLL for (int k = 0; k < Cell::INPUTS; ++k)
     store(a.du, place_of<Cell::INPUTS, H>(item.at.state, k, unit), live ? du[k] : 0.0f);
-  // The gradient of keep is computed from the array `carry`. It gets the gradients of keep * state, without the part
-  // that goes through the product. FIRST: the first state that has such a gradient, h (0) in some cells only.
+  // The gradient of keep is computed from the array `carry`. `carry` gets the gradients of keep * state, without the
+  // part that goes through the product. FIRST: the index of the first state that has such a gradient: 0 (h) if a step
+  // reads h outside the product, else 1.
   UNROLL for (int k = FIRST; k <= C; ++k)
     store(a.carry, place_of<CARRIES<Cell>, H>(item.at.state, k - FIRST, unit), live ? ds[k] : 0.0f);
   UNROLL for (int k = 1; k <= C; ++k) item.ds[k] = live ? numbers.keep * ds[k] : item.ds[k];
@@ -237,10 +238,10 @@ void unit_backward(
   item.past = ds[0] * numbers.keep;
 }
 
-// Store dp, the gradients of the SUMMED parameters that each unit has, in a.dw [groups, D SUMMED
-// H]. They are summed over the steps and the 8 batch items of a threadgroup. group: the threadgroup's number. Four
-// lanes have the same unit, each for two items. Their lane numbers differ in bits 0 and 3, so two exchanges over the
-// distances 1 and 8 add up their sums. writes: whether this lane is the one of the four that writes.
+// Store dp, the gradients of the SUMMED parameters that each unit has, in a.dw [groups, D SUMMED H]. They are summed
+// over the steps and the 8 batch items of a threadgroup. group: the threadgroup's number. Four lanes have the same
+// unit, each for two items. Their lane numbers differ in bits 0 and 3, so two exchanges over the distances 1 and 8 add
+// up their sums. writes: whether this lane is the one of the four that writes.
 template <class Cell, int H, class Arrays>
 void store_sums(
     thread const Arrays& a, thread const Sweep& sweep, uint group, int unit, bool writes,

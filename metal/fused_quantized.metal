@@ -14,8 +14,9 @@
 // (`streamed`) at every step.
 //
 // A weight is scale * q + bias with an integer q or, if not BIASED, scale * q with a small float q. number_at(words, e)
-// in quantized.metal returns a number that stands for q of weight e; of_group applies scale and bias to a sum with such
-// numbers. LENGTH: the number of weights in a whole row. ROWS: the batch items of a threadgroup; r counts them.
+// in quantized.metal returns a number from which q of weight e follows by a factor or an offset, because unpacking q
+// itself takes more instructions; of_group applies scale and bias to a sum with such numbers. LENGTH: the number of
+// weights in a whole row. ROWS: the batch items of a threadgroup; r counts them.
 
 // A vector of 4 words with quantized weights. Kernels use it in place of a vector of 4 weights, and this type selects
 // the functions of this file. The template parameters do not change the contents; they tell the functions how to read

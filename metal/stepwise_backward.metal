@@ -116,9 +116,9 @@ float dh_sum(
   return Cell::PRODUCTS == 0 ? outside : outside + *sum * mask_at(s, a.mask, next, b, j, width);
 }
 
-// Return how many floats a unit has at the beginning of a row: its carries; if the call has `keep`, also the carries
-// before their multiplication by keep, from which the gradient of keep is computed; and the gradients of SUMMED
-// parameters.
+// Return how many floats a unit has at the beginning of a row (the array that a launch writes): its carries, the parts
+// of the states' gradients that do not go through the product; if the call has `keep`, also the carries before their
+// multiplication by keep, from which the gradient of keep is computed; and the gradients of SUMMED parameters.
 template <class Cell, class Arrays>
 int floats_of(thread const Arrays& a) { return (is_present(a.keep) ? 2 : 1) * CARRIES<Cell> + int(Cell::SUMMED); }
 
@@ -137,8 +137,8 @@ void product_of_gradients(
         x, a.weights + Index(s.d) * width * s.K, s.B, width, s.K, own);
 }
 
-// Return one number of the gates from a row that a forward launch wrote. Return 0 if the call has no such rows
-// (Absent).
+// Return one number of the gates from a row (the array of one step) that a forward launch wrote. Return 0 if the call
+// has no such rows (Absent).
 //   rows     an array of several rows, each with c, h and the gates of one step
 //   row      the index of this step's row in the array `rows`
 //   length   how many elements a row has         at   the position in its row of the number to return
@@ -225,8 +225,8 @@ void live_unit_backward(
   UNROLL for (int k = 0; k < Cell::SUMMED; ++k) dp[k] += dp_now[k];
 }
 
-// The kernel of a backward step. It writes the row a.after, in this order (N carries, V = SUMMED, M = GRADIENTS, U =
-// INPUTS):
+// The kernel of a backward step. It writes the row a.after (the array of this launch), in this order (N carries, V =
+// SUMMED, M = GRADIENTS, U = INPUTS):
 //   [B, D N H] float   the carries
 //   [B, D N H] float   with `keep` only: the carries before their multiplication by keep; 0 past an item's end
 //   [B, D V H] float   the gradients of the parameters, summed over all steps so far
@@ -289,8 +289,9 @@ void stepwise_backward(
 // a projection launches this kernel at every step. The first launch of a pass (n + 1 = T) has no dz before it, so it
 // computes no product, and dh_sum takes dhT instead. All cells launch the kernel once after the backward steps, with
 // step number n = -1: then dh_t is dh0. This launch has neither dh nor `unclipped`, because t is no time index. If the
-// cell also reads h outside the product (PASSES_H, a GRU), this launch adds the carry of h. The result is 0 past an
-// item's end, and where `unclipped` [T, B, D P] is 0: there a clip changed the projected h and stops its gradient.
+// cell also reads h outside the product (PASSES_H, a GRU), this launch adds the carry of h (the part of its gradient
+// that does not go through the product). The result is 0 past an item's end, and where `unclipped` [T, B, D P] is 0:
+// there a clip changed the projected h and stops its gradient.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_dh(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {

@@ -73,8 +73,9 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
 template <class Arrays>
 int product_length(thread const Step& s, thread const Arrays& a) { return s.n > 0 || is_present(a.h0) ? s.K : 0; }
 
-// Return a pointer to h of the previous step. Without a projection h begins at element `start` of the previous row,
-// behind the states that are stored as float. With a projection h is in a separate array, the last argument.
+// Return a pointer to h of the previous step. Without a projection h begins at element `start` of the row before (the
+// array that the launch of the previous step wrote), behind the states that are stored as float. With a projection h is
+// in a separate array, the last argument.
 template <class S, class X> const device S* h_of(const device X* row, Index start, Absent) {
   return (const device S*)row + start;
 }
@@ -84,8 +85,9 @@ template <class S, class X> const device S* h_of(const device X*, Index, const d
 
 // Load the states of unit j of batch item b before the step, times `keep`: states[0] is h, then come the C others, such
 // as c of an LSTM. starts: whether this is the item's first step. If so, the states are in h0 and c0, otherwise in the
-// previous row, in which `h` is where its h begins. states[0] is loaded only if the cell reads h outside its product
-// (PASSES_H). take_blocks and take_carries read numbers that lie H apart into states[1], states[2], ...
+// row before, the array that the launch of the previous step wrote. h: points to the h in this row. states[0] is loaded
+// only if the cell reads h outside its product (PASSES_H). take_blocks and take_carries read numbers that lie H apart
+// into states[1], states[2], ...
 template <class Cell, class S, class Arrays>
 void take_states(
     thread const Step& s, thread const Arrays& a, bool starts, const device S* h, int b, int j,
@@ -104,9 +106,9 @@ void take_states(
   UNROLL for (int k = 0; k <= C; ++k) states[k] *= factor;
 }
 
-// The kernel of a forward step: compute the product and the cell, and write the row a.after. SAVES: whether the row
-// also gets the numbers that a backward pass reads.
-//   r         the item's row in `sums`, which has the columns [gate][unit]
+// The kernel of a forward step: compute the product and the cell, and write a.after, the row (the array of this
+// launch). SAVES: whether the row also gets the numbers that a backward pass reads.
+//   r         the index of the item in `sums` [items][gate][unit], the sums of the product
 //   y, products, p, u, states   what Cell::forward reads, see cell.metal: y is the input's part of the preactivations,
 //                               p the unit's constants, u the inputs of a user's cell. It returns the new states and,
 //                               in y, the numbers to save

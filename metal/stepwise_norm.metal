@@ -165,10 +165,11 @@ float normed_output(
   return y[Cell::GATE_O] * activate(Cell::activation(Cell::OUTPUT), seen);
 }
 
-// The second launch of a forward step: compute the norms and the cell, and write the row a.after: c as float, h and, if
-// SAVES, the gates for a backward pass. A cell without norms writes the same row (stepwise_forward.metal). The first
-// loop computes the moments of the gates' norms, the second loop those of c, and the third loop computes and writes the
-// results. Each norm has its own part of the threadgroup memory `sums`, so one barrier per norm is enough.
+// The second launch of a forward step: compute the norms and the cell, and write the row a.after (the array of this
+// launch): c as float, h and, if SAVES, the gates for a backward pass. A cell without norms writes the same row
+// (stepwise_forward.metal). The first loop computes the moments of the gates' norms, the second loop those of c, and
+// the third loop computes and writes the results. Each norm has its own part of the threadgroup memory `sums`, so one
+// barrier per norm is enough.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_norm_forward(
     thread const Arrays& a, threadgroup float* sums, uint3 group, int simdgroup, int lane) {
@@ -210,11 +211,12 @@ void stepwise_norm_forward(
 
 // --- Backward ---
 
-// The argument Cell of the kernel stepwise_dh for a cell with norms. stepwise_dh computes the gradient of h from a row
-// of the backward pass. In a cell with norms this row has, behind the floats, the gradients of the products, which
-// stepwise_dh only has to multiply by Wh (SEGMENTS is 1). For a GRU without norms it would first multiply the
-// candidate's dz by the gate r; here this is already done. ADDS_CARRY: whether stepwise_dh also adds the carry of h to
-// the result (PASSES_H). CARRIED + PASSES_H is the same as in Cell, so that the row has the same number of floats.
+// The argument Cell of the kernel stepwise_dh for a cell with norms. stepwise_dh computes the gradient of h from a row,
+// the array that the launch before wrote. In a cell with norms this row has, behind the carries and the other floats,
+// the gradients of the products, which stepwise_dh only has to multiply by Wh (SEGMENTS is 1). For a GRU without norms
+// it would first multiply the candidate's dz by the gate r; here this is already done. ADDS_CARRY: whether stepwise_dh
+// also adds the carry of h (the part of its gradient that does not go through the product) to the result, as PASSES_H.
+// CARRIED + PASSES_H is the same as in Cell, so that the row has the same number of floats.
 template <class Cell, bool ADDS_CARRY>
 struct CellForDh {
   enum { GATES = Cell::GATES, PRODUCTS = GATES, GRADIENTS = GATES, SEGMENTS = 1, SUMMED = Cell::SUMMED };
@@ -342,8 +344,9 @@ void scaled_gradients(
 // parameter of unit_gradients, which the loop calls. The second loop adds up the sums for the norms of the gates: of[2
 // n] is the sum of g, and of[2 n + 1] the sum of g y, over the numbers of norm n. g is the gradient of the norm's
 // result times its scale (`scaled`). Each norm has its own part of the threadgroup memory `sums`. The third loop
-// computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps), and writes the row a.after (N
-// carries, V = SUMMED, G = GATES, U = INPUTS, M = GRADIENTS):
+// computes the gradient of x, (g - mean(g) - y mean(g y)) / sqrt(variance + eps), and writes the row a.after, the array
+// of this launch (N carries, which are the parts of the states' gradients that do not go through the products; V =
+// SUMMED, G = GATES, U = INPUTS, M = GRADIENTS):
 //   [B, D N H]  float: the carries, which the launch of the step before reads
 //   [B, D N H]  float, with `keep` only: the carries before their multiplication by keep
 //   [B, D V H]  float: the gradients of the parameters, summed over all steps so far

@@ -40,8 +40,9 @@ void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a
 
 // --- The launch after all steps ---
 
-// All rows of a pass, for the launch after all steps, in up to 20 arrays ("pieces"). A launch binds at most 31 arrays,
-// and this launch has others, too. If there are fewer than 20 pieces, the last one is repeated.
+// All rows of a pass (the arrays that its steps wrote), for the launch after all steps, in up to 20 arrays ("pieces").
+// A launch binds at most 31 arrays, and this launch has others, too. If there are fewer than 20 pieces, the last one is
+// repeated.
 template <class X>
 struct Rows {
   const device X* pieces[20];

@@ -81,7 +81,8 @@ class Place(NamedTuple):
 
 class Told(NamedTuple):
     """What the metadata of a file say. options: the options of a layer's cell, by the key of each of its matrices.
-    places: the place of each array, by key; empty if the keys suffice to find the layers."""
+    places: by key, the stack, layer and direction to which an array belongs; empty if the keys suffice to find the
+    layers."""
 
     options: Mapping[str, Mapping[str, Any]]
     places: Mapping[str, Place]

@@ -330,7 +330,8 @@ class CellGraph:
         self.gates, self.states, self.inputs, self.params = self.counts
         # number: {name of an input: its node}
         self.number: dict[str, int] = {node.value: n for n, node in enumerate(self.nodes) if node.op == "input"}
-        # The user's function. None for a built-in cell, and for the trial run of kernels, which gets only the graph.
+        # The user's function. None for a built-in cell, and in the child process that tests kernels before their first
+        # use, to which only the graph is sent.
         self.function: Callable[..., list[Any]] | None = None
         # A graph is a part of the key of every cache, so its hash is computed once. `names` and `function` are no part
         # of it: `names` follows from the other parts, and functions with equal graphs compute the same.

@@ -292,8 +292,8 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
     it is too long for one graph."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H  # width: the numbers of all gates of an item
     # longest: the largest number of steps in one graph of this engine; tests change it (`unchunked`). For `numpy`,
-    # which builds no graph, a call is divided only if the caller asks for it (`every`). Its 0 has the effect that each
-    # chunk is then evaluated before the next one (`is_long`).
+    # which builds no graph, a call is divided only if the caller asks for it (`every`). The 0 for `numpy` in `LONGEST`
+    # has the effect that each chunk is then evaluated before the next one (`is_long`).
     longest = LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
     if every is not None:
         # With K steps per chunk the forward pass saves T / K states, and the backward pass needs the arrays of K steps.

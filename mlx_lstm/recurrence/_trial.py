@@ -213,7 +213,8 @@ def without_numbers(cell: AnyCell) -> AnyCell:
 
 def rows_of(problem: Problem) -> int:
     """Return how many batch items a threadgroup of `fused` computes for this problem. The number depends on the batch
-    size and on the number of GPU cores. A trial sets this number directly, so that its own batch can be small."""
+    size and on the number of GPU cores. A trial, the test of kernels before their first use, sets this number directly,
+    so that its own batch can be small."""
     if problem.cut:
         return problem.cut.rows
     packing = fused.readable(problem, problem.names).packing  # None if kernels get float weights
