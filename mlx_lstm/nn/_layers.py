@@ -132,7 +132,9 @@ class Layer(Advised):
 
     def _parameter(self, name: str) -> Weight:
         """Return the parameter of this name; raise ValueError if it is no MLX array, or a weight without two axes."""
-        array: Any = super()._parameter(name)
+        array: Any = self.get(name)
+        if not isinstance(array, mx.array):  # each call of a layer reads its parameters, so test this here first
+            array = super()._parameter(name)  # raises the error
         if array.ndim != 2 and self._names.get(name) in ("Wx", "Wh"):
             fail(self.op, f"{name} must have two axes", f"shape {list(array.shape)}")
         return array
