@@ -15,6 +15,7 @@ _NO_CODE = re.compile(
     r"^(?:using|typedef|static_assert|template|struct|class|enum|union|namespace|constexpr|constant|case|default|else"
     r"|break|continue|do|if\s+constexpr|else\s+if\s+constexpr)\b|^\w+\s*:$"
 )
+_STRUCT = re.compile(r"^[A-Z]\w*(?:\s*<[^;={}]*>)?\s+(\w+)$")  # names of structs begin with a capital letter
 _DECLARATION = re.compile(
     r"^(?:const\s+|threadgroup\s+|thread\s+)*(?!return\b)[A-Za-z_][\w:]*(?:\s*<[^;=]*>)?[\s*&]+[^=(){}]*$"
 )
@@ -39,15 +40,20 @@ def statements(text: str) -> list[tuple[int, int]]:
     """Return (first, last) line of every statement that must produce code when its function is compiled.
 
     Not counted: what lies outside functions, declarations without a value, constexpr, enum, using, static_assert,
-    labels, break, continue, else, `if constexpr` itself, brackets, preprocessor lines and what macros expand to.
+    labels, break, continue, else, `if constexpr` itself, brackets, preprocessor lines and what macros expand to. Nor is
+    the return of a struct that was declared without a value: the compiler builds it in the caller's memory, so the
+    return itself has no code.
     """
     code = _PREPROCESSOR.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), blank_comments(text))
     chunks = _chunks(code)
     is_body = any(
         depth == 0 and not _GLOBAL.match(c) and (_CONTROL.match(c) or _ASSIGNMENT.match(c)) for _, _, c, depth in chunks
     )
+    built = {f"return {m[1]}" for _, _, chunk, _ in chunks if (m := _STRUCT.match(chunk))}
     found = []
     for start, end, chunk, depth in chunks:
+        if chunk in built:
+            continue
         if (depth > 0 or is_body) and not _NO_CODE.match(chunk) and not _DECLARATION.match(chunk):
             found.append((line_of(code, start), line_of(code, end)))
     return found

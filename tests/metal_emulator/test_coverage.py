@@ -116,6 +116,11 @@ def test_what_counts_as_a_statement():
                k);
       }
       return y;
+    }
+    inline Pair h(float x) {
+      Pair built;
+      built.x = x;
+      return built;
     }"""
     lines = text.split("\n")
     found = [(lines[a - 1].strip(), b - a) for a, b in statements(text)]
@@ -125,4 +130,5 @@ def test_what_counts_as_a_statement():
         ("for (int k = 0; k < n; ++k) {", 0),
         ("y += g(x,", 1),
         ("return y;", 0),
+        ("built.x = x;", 0),
     ]
