@@ -22,9 +22,9 @@
 template <int OPTIONS>
 struct GRUCell {
   // GATE_R, GATE_Z, GATE_N number the gates. READS_BEFORE has bit 0 set: the backward step reads h before the step.
-  // SEGMENTS: the backward product dz Wh has one part per gate, because the part of gate n has dz r in place of dz. If
-  // the reset comes before the product, it has the parts of r and z only, and the candidate has a separate product.
-  // FLIPS_Z: z and 1 - z change places in the new h.
+  // SEGMENTS: how many parts the backward product dz Wh has. Usually each gate has its own part, because the part of
+  // gate n has dz r in place of dz. If the reset comes before the product, only the gates r and z have a part, and the
+  // candidate n has a separate product. FLIPS_Z: z and 1 - z change places in the new h.
   enum { GATE_R, GATE_Z, GATE_N, GATES, PRODUCTS = 3, KEPT = 3, GRADIENTS = 3, CARRIED = 0, PASSES_H = 1 };
   enum { READS_BEFORE = 1, READS_AFTER = 0, CONSTANTS = 1, INPUTS = 0, SUMMED = 0 };
   enum { RESETS_BEFORE = (OPTIONS >> 23) & 1, FLIPS_Z = (OPTIONS >> 24) & 1, SEGMENTS = RESETS_BEFORE ? 2 : 3 };

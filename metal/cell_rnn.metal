@@ -40,6 +40,7 @@ struct RNNCell {
     dh[0] = 0.0f;
   }
 
-  // Return the gradient of the recurrent product, which equals that of the preactivation.
+  // Return the gradient of the recurrent product. It equals the gradient of the preactivation, because the product is
+  // only added to the input's part.
   static float product_gradient(int, thread const float*, thread const float* da) { return da[0]; }
 };

@@ -3,9 +3,10 @@
 // memory holds h of all units, times the mask, as a double buffer [2][ROWS][padded H]. If the cell has a recurrent
 // product, one barrier per step separates writing h from the next product, which reads h.
 //
-// The struct Cell (cell.metal) has GATES preactivations, of which P = PRODUCTS (all or none) have a recurrent product;
-// C = CARRIED states besides h; INPUTS of a step; SUMMED parameters; and KEPT numbers per unit that the backward pass
-// reads: the array gates, if the call wants them.
+// Members of the struct Cell (cell.metal) count numbers per unit: GATES preactivations; P = PRODUCTS, those with a
+// recurrent product (all or none); C = CARRIED, the states besides h; INPUTS, the inputs of a step; SUMMED, the
+// parameters; KEPT, the numbers that the backward pass reads. The array gates holds the last ones, if the call wants
+// them.
 
 // The numbers that a lane reads at one forward step, for one unit of one batch item: its part of z, the inputs of the
 // step, `keep` of this step, and the mask of the next step, because this step writes its new h times that mask for the

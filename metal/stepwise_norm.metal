@@ -213,10 +213,11 @@ void stepwise_norm_forward(
 
 // The argument Cell of the kernel stepwise_dh for a cell with norms. stepwise_dh computes the gradient of h from a row,
 // the array that the launch before wrote. In a cell with norms this row has, behind the carries and the other floats,
-// the gradients of the products, which stepwise_dh only has to multiply by Wh (SEGMENTS is 1). For a GRU without norms
-// it would first multiply the candidate's dz by the gate r; here this is already done. ADDS_CARRY: whether stepwise_dh
-// also adds the carry of h (the part of its gradient that does not go through the product) to the result, as PASSES_H.
-// CARRIED + PASSES_H is the same as in Cell, so that the row has the same number of floats.
+// the gradients of the products, so stepwise_dh only multiplies them by Wh, in one part (SEGMENTS is 1). For a GRU
+// without norms stepwise_dh also multiplies the candidate's dz by the gate r; with norms the launch before has done
+// this. ADDS_CARRY: whether stepwise_dh also adds the carry of h (the part of its gradient that does not go through the
+// product) to the result, as PASSES_H. CARRIED + PASSES_H is the same as in Cell, so that the row has the same number
+// of floats.
 template <class Cell, bool ADDS_CARRY>
 struct CellForDh {
   enum { GATES = Cell::GATES, PRODUCTS = GATES, GRADIENTS = GATES, SEGMENTS = 1, SUMMED = Cell::SUMMED };

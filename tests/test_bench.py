@@ -546,7 +546,8 @@ def test_a_device_that_is_not_there(monkeypatch, capsys):
 
 
 def test_a_pipe_in_place_of_a_file(tmp_path, capsys):
-    """The command says so before it measures anything; otherwise it would wait for a reader after the measurement."""
+    """The command refuses a pipe before it measures anything. If it did not, it would wait after the measurement until
+    another program reads the pipe."""
     os.mkfifo(tmp_path / "a.csv")
     with pytest.raises(SystemExit):
         main(["--csv", str(tmp_path / "a.csv")])

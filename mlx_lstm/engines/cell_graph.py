@@ -408,7 +408,8 @@ class CellGraph:
         return "N0" in self.number
 
     def norm_operand(self, op: str) -> int:
-        """Return the first operand of the node "norm" or "unnorm" (op): c, or the gradient of the norm's result."""
+        """Return the number of the node that the layer normalisation of c reads. For op "norm", the forward step, it is
+        c; for op "unnorm", the backward step, it is the gradient of the norm's result."""
         return next(node.args[0] for node in self.nodes if node.op == op)
 
     def operand(self, matrix: str) -> int:

@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 
 class Progress:
-    """A context that shows the progress of a command on `out` (default: stderr): `title`, then the latest text passed
-    to `say`. In a terminal a thread redraws one line each second; otherwise it prints a line every `EVERY` seconds."""
+    """A context manager that shows the progress of a command on `out` (default: stderr). It writes `title` and the
+    latest text that `say` got. In a terminal a thread redraws one line each second; otherwise it prints a line every
+    `EVERY` seconds."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out: TextIO = sys.stderr if out is None else out

@@ -626,11 +626,12 @@ def parts_of(way: Way, trial: Trial, form: Form) -> tuple[dict[Part, list[Block]
 def part_of(
     way: Way, trial: Trial, form: Form, n: int, gates: list[str], known: dict[Part, int]
 ) -> tuple[Part | None, bool]:
-    """Find out to which gate block n (H rows of a parameter) belongs, and what it multiplies. Return (part, has an
-    effect): part is (gate, kind), or None if no gate fits; the second value tells whether the block changes the states.
-    The user's cell runs one step with all parameters 0 except for this block, and the formula `way` with the same
-    numbers as the weights of one gate and kind. If both give nearly the same states, this gate and kind are right.
-    gates: the gates to try. known: another block that is not 0, because some gates have no effect alone; or {}."""
+    """Find out what block number n (H rows of a parameter) of the user's cell is. Return two values. The first is
+    (gate, kind): the gate to which the block belongs and what it multiplies, or None if no gate fits. The second tells
+    whether the block changes the states. The user's cell runs one step with all parameters 0 except for this block, and
+    the formula `way` with the same numbers as the weights of one gate and kind. If both give nearly the same states,
+    this gate and kind are right. gates: the gates to try. known: another block that is not 0, because some gates have
+    no effect alone; or {}."""
     context = tuple(known.values())
     # base: the new states without block n. got: the new states with it. want: what the formula gives if block n has the
     # weights of `part`.

@@ -848,7 +848,8 @@ class NormBackward:
         return dp
 
     def add_gradients(self, products: WeightGradients) -> None:
-        """Add the gradients of scale, shift and bhn, summed over the batch, to those that `products` collects."""
+        """Sum the gradients of scale, shift and bhn over the batch. Add the sums to the gradients that `products`
+        collects."""
         self.norm.add_gradients(products, "norm_scale", "norm_shift")
         # Usually `StepBackward.end_chunk` computes the gradient of bhn as the sum of `dz`. But if each step computes
         # the norm of the input's product, `dz` has other gradients. Then the sum of `d` is used, which is `dshift`.

@@ -74,8 +74,8 @@ def key_of(kind: Hashable, parameters: Any) -> Hashable:
 
 
 def with_float_weights(packing: Packing, arrays: Arrays) -> Arrays:
-    """Return the arrays with each quantized weight replaced by its dequantized matrix in float32, the dtype of x: a
-    call with quantized weights is never in float64."""
+    """Return the arrays, in which a dequantized matrix takes the place of each quantized weight. The matrix is float32,
+    like x: a call with quantized weights is never in float64."""
     quantized = packed_names(arrays)
     floats = {name: array for name, array in arrays.items() if name not in quantized}
     for name in WEIGHTS:

@@ -82,8 +82,9 @@ def ratio_cell(figures: Ratio | None) -> str:
 
 
 def check_cells(row: Measurement) -> list[str]:
-    """Return the table's cells for memory and errors: the peak in MiB, the peak divided by the least possible memory,
-    the peak that MLX reports, the largest ratio of an error to its bound, the number of threads."""
+    """Return the texts for the last columns of a row of the table: the peak memory in MiB, this peak divided by the
+    least possible memory, the peak that MLX reports, the largest ratio of an error to its bound, and the number of
+    threads."""
     peak, over_needed, verdict = row.peak, peak_ratio(row), row.verdict
     return [
         "-" if peak is None else f"{peak / MIB:.4g}",
