@@ -98,13 +98,15 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     _, c, n, m = state
     f = m - mx.logaddexp(0, -f)  # log sigmoid(f) + m
     # The new m is the larger one of f and i, and d = f - i tells which it is. Where n = 0, d is set to 0, which selects
-    # i. If m were f there, a very negative i would make the new n 0, and h would be 0 / 0.
+    # i. If m were f there, a very negative i would make the new n 0, and h would be 0 / 0. The comparison of d
+    # is computed once, because MLX cannot compile some derivatives of graphs with several equal comparisons.
     d = mx.where(n == 0, 0, f - i)
-    m = mx.where(d > 0, f, i)
+    is_f = d > 0
+    m = mx.where(is_f, f, i)
     # The new gates are exp(f - m) and exp(i - m). One of them is 1, so one exponential e is enough. e is not written as
     # exp(-abs(d)), because MLX's gradient of abs at d = 0 is 0.
-    e = mx.exp(mx.where(d > 0, -d, d))
-    i, f = mx.where(d > 0, e, 1), mx.where(d > 0, 1, e)
+    e = mx.exp(mx.where(is_f, -d, d))
+    i, f = mx.where(is_f, e, 1), mx.where(is_f, 1, e)
     c, n = f * c + i * mx.tanh(z), f * n + i
     return mx.sigmoid(o) * c / n, c, n, m
 

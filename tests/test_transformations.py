@@ -299,6 +299,20 @@ def test_a_compiled_function_may_run_an_own_cell_twice():
     mx.compile(loss)(*arrays)
 
 
+def test_compiled_derivatives_of_slstm():
+    """MLX cannot compile some graphs with three equal operations, so `slstm` computes no comparison twice."""
+
+    def call(*arrays, **options):
+        h, state = pointwise(cells.slstm, *arrays[:4], arrays[4:], **options)
+        return h, state[1]
+
+    arrays, loss = steps_of(call, [(2, 1, 2), (8, 2), (8, 2), (8,), *[(1, 2)] * 4])
+    twice = gradient(lambda *arrays: loss(*arrays) + 2 * loss(*arrays), 8)
+    second = gradient(lambda *arrays: sum((d * d).sum() for d in gradient(loss, 8)(*arrays)), 8)
+    mx.compile(twice)(*arrays)
+    mx.compile(second)(*arrays)
+
+
 @pytest.mark.parametrize("op, G, options", [("gru", 3, {}), ("lstm", 4, {"checkpoint_every": 1})], ids=["gru", "lstm"])
 def test_compiled_second_derivative_with_a_norm(op, G, options):
     """MLX cannot compile equal splits of a normalised product, which its scale multiplies elementwise."""
