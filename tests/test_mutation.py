@@ -69,7 +69,7 @@ def test_a_noticed_slip_and_a_survivor(tmp_path):
 
 
 def test_a_slip_that_changes_the_names_of_cases(tmp_path):
-    """If a slip changes the name of a test's case, the recorded name is unknown to pytest. All cases of the test run."""
+    """A slip changes the name of a test's case, so pytest does not know the recorded name. All its cases run."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "conftest.py").write_text(
         "def pytest_addoption(parser):\n"
