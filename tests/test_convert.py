@@ -1219,6 +1219,8 @@ def test_layers_inside_of_other_layers_of_keras_keep_their_options(ending, tmp_p
                     file[f"{new}{cell}/vars/{n}"] = np.ones((H, gates * H), np.float32)
             if ending == ".keras":
                 file.require_group(f"{new}/vars").attrs["name"] = name.rpartition(".")[2]
+        if ending == ".keras":  # two matrices of a layer without a cell
+            file["layers/pair/vars/0"], file["layers/pair/vars/1"] = np.ones((H, 3 * H)), np.ones((H, 3 * H))
         if ending == ".h5":
             file["model_weights"].attrs["layer_names"] = list(names)
             for group, words in names.items():
@@ -1295,7 +1297,7 @@ def test_classes_that_derive_from_those_of_keras(ending, tmp_path):
 )
 def test_a_file_of_keras_2(ways, tmp_path):
     """A file of Keras 2 is read correctly. Unlike in Keras 3, array names end in :0, the root group lists the
-    layers, and hard_sigmoid has another slope."""
+    layers, a long list of names takes several attributes, and hard_sigmoid has another slope."""
     h5py = pytest.importorskip("h5py")
     weights = weights_of(LSTMCell(), 1, 2, biases="x")
     arrays = iter(convert.to_keras(weights)[0])
@@ -1314,7 +1316,8 @@ def test_a_file_of_keras_2(ways, tmp_path):
         names = [f"bidirectional_1/{way}/{word}:0" for way in ways for word in words]
         for name in names:
             group[name] = next(arrays)
-        group.attrs["weight_names"] = [name.encode() for name in names]
+        for n in range(2):  # a list that is long, in two attributes
+            group.attrs[f"weight_names{n}"] = [name.encode() for name in names[3 * n : 3 * n + 3]]
     model = convert.read(tmp_path / "old.h5")
     assert model.notes[0].startswith(
         "bidirectional_1: merge_mode is sum. A call returns both halves: mlx_lstm.nn.stack"
