@@ -22,6 +22,7 @@ from cases import needs
 
 import mlx_lstm
 from mlx_lstm import convert, cudnn, mpsgraph, nn
+from mlx_lstm.convert import _keras_file
 from mlx_lstm.convert.__main__ import main
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.oracle import evaluate
@@ -855,6 +856,14 @@ def test_other_programs_read_a_file_with_options(tmp_path):
         assert sorted(file.files) == ["a.Whh", "a.Wxh", "a.bias"]
     with h5py.File(tmp_path / "a.weights.h5") as file:
         assert list(file.attrs) == ["model_config"]
+
+
+@pytest.mark.parametrize("H", [1, 4])
+def test_the_class_of_a_users_layer(H):
+    """The shape of the recurrent kernel tells from which class of Keras a user's class derives, also with one unit."""
+    kinds = {"LSTM": 4 * H, "GRU": 3 * H, "SimpleRNN": H}
+    found = {_keras_file.kind_of(np.ones((I, columns)), np.ones((H, columns))): columns for columns in kinds.values()}
+    assert found == kinds
 
 
 @pytest.mark.parametrize("ending", [".npz", ".weights.h5"])
@@ -1829,10 +1838,8 @@ def test_the_arrays_of_other_layers_are_compared_before_the_new_file_gets_its_na
 
 def test_a_bidirectional_layer_of_a_keras_file_called_as_its_forward_layer():
     """A Bidirectional called forward_x around a layer x, as Keras writes it into an .h5 file, has two directions."""
-    from mlx_lstm.convert._keras_file import names_in_legacy
-
     groups = [f"forward_x//sequential/forward_x/{way}_x/lstm_cell" for way in ("forward", "backward")]
-    found = names_in_legacy(
+    found = _keras_file.names_in_legacy(
         {f"{group}/{name}": None for group in groups for name in ("kernel", "recurrent_kernel")}, []
     )
     assert [(each.name, each.way) for each in found] == [("forward_x", "forward"), ("forward_x", "backward")]

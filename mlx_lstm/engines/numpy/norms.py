@@ -127,12 +127,10 @@ class Normalisation:
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, B] the array a, normalised to mean 0 and variance 1 in each block, and to r [blocks, 1, B] the
-        factors 1 / sqrt(variance + eps). y may be a itself."""
-        # An array that is not contiguous has no view [blocks, n / 8, 8 B], so a row is not repeated for it.
-        tiles, shape, scratch = self.tiles, self.tiles.shape, self.wide_scratch
-        if not (a.flags.c_contiguous and y.flags.c_contiguous):
-            tiles, shape, scratch = np.asarray, self.shape, self.scratch.reshape(self.shape)
-        parts, out = a.reshape(shape), y.reshape(shape)
+        factors 1 / sqrt(variance + eps). y is contiguous; it may be a itself."""
+        # parts, out: a and y as `Tiles` needs them. If a is not contiguous, such as some columns of c, parts is a copy.
+        tiles, scratch = self.tiles, self.wide_scratch
+        parts, out = a.reshape(tiles.shape), y.reshape(tiles.shape)
         if not self.centred:
             self.means(self.row, a, self.mean)
             parts = np.subtract(parts, tiles(self.mean), out)
