@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -745,6 +746,28 @@ def test_other_things_than_layers_are_refused(tmp_path):
         convert.from_mlx(Theirs())
     with pytest.raises(ValueError, match=r"^\[convert\] model must be what convert.read returns, .* but got list"):
         convert.write(tmp_path / "a.npz", [PLAIN["gru"]])
+
+
+@pytest.mark.parametrize("value", [[0.5] * 4, (), 0.5, True, "b"], ids=repr)
+def test_a_bias_that_is_no_array_is_refused(value):
+    """Only None and False mean that there is no bias. Any other value of a layer is refused, not ignored."""
+    keras = {"kernel": mx.ones((3, 16)), "recurrent_kernel": mx.ones((4, 16)), "bias": value}
+    rule = rf"bias must be an mlx.core.array.* but got {type(value).__name__}\.$"
+    for layer in (mlx.nn.LSTM(3, 4), nn.LSTM(3, 4), nn.RNN(3, 4)):
+        layer.bias = value
+        with pytest.raises(ValueError, match=rf"^\[from_mlx\] layers\[0\].{rule}"):
+            convert.from_mlx(layer)
+    for layer in (layer, keras, types.SimpleNamespace(**keras)):
+        with pytest.raises(ValueError, match=rf"^\[nn.stack\] layers\[0\].{rule}"):
+            nn.stack([layer], mx.ones((2, 5, 3)))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4, 1), (5,)], ids=repr)
+def test_a_bias_of_the_candidate_has_one_number_for_each_unit(shape):
+    arrays = {"Wx": mx.ones((12, 3)), "Wh": mx.ones((12, 4)), "b": mx.ones(12), "bhn": mx.ones(shape)}
+    for read, name in ((convert.from_mlx, r"from_mlx\] layers\[0\]."), (convert.from_names, r"convert\] ")):
+        with pytest.raises(ValueError, match=rf"^\[{name}bhn must have shape \[4\] but got shape"):
+            read(arrays)
 
 
 def test_the_forget_bias_goes_into_the_bias():

@@ -431,11 +431,13 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
         # In this package bhn [H] is the candidate's part of a GRU's recurrent bias. Some programs use the name for the
         # whole recurrent bias [3H].
         words["bx"], words["bh"] = words.pop("b"), words.pop("bhn")
+    if "bhn" in words:
+        check_array("convert", group.title("bhn"), words["bhn"], [words["Wh"].shape[1]])
     if order is not None:
         usual = OURS[kind]  # the order in `Weights`
         before = order_of(group, order, usual)
         for name, array in words.items():
-            if name not in ("bhn", "Wp") and array.shape[0] % len(usual):
+            if name not in ("bhn", "Wp") and (not array.ndim or array.shape[0] % len(usual)):
                 fail("convert", f"{name} of {group.own} must have {len(usual)}H rows", f"shape {list(array.shape)}")
         words = rows_reordered(words, before, usual)
     # A layer has both biases bx and bh or none of them. A GRU has bhn only together with b.

@@ -63,8 +63,8 @@ class Recurrence(nn.Module):
         return f"{self._cell.op}, {I} -> {H}{projection}, layers={len(self.layers)}, directions={directions}"
 
     def _arrays(self) -> list[Arrays]:
-        """Return the parameters of each layer. Raise ValueError if a matrix is missing, a name is unknown, or a value is
-        no MLX array with the right number of axes: a user may have changed the dicts in `layers`."""
+        """Return the parameters of each layer. A user may have changed the dicts in `layers`, so raise ValueError if a
+        matrix is missing, a name is unknown, or a value is no MLX array with the right number of axes."""
         D, I, H, P = self._sizes
         shapes = weight_shapes(self._cell.gates, (I, H, P or H), D)
         for k, arrays in enumerate(self.layers):
