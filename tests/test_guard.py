@@ -942,11 +942,11 @@ def texts_of(engine, sizes, dtype, packing=None, **options):
     with noted() as texts, pytest.MonkeyPatch.context() as patch:
         patch.setattr(_call, "guarded", lambda found, form, *_: (forms.append(form), (found, form))[1])
 
-        def note(chosen, form, is_forced):
-            forms.append(form)
-            return lambda names: (forms.append(form._replace(cotangents=names)), "")[1]
+        def note(chosen, form, is_forced, names):
+            forms.append(form._replace(cotangents=names))
+            return ""
 
-        patch.setattr(_call, "guarded_gradients", note)
+        patch.setattr(_call, "gradient_refusal", note)
         for given in (cotangents, {"h": cotangents["h"]}):
             run(case, engine, dtype, given, weights)
     return dict.fromkeys(forms), set(texts)

@@ -4,7 +4,7 @@ noticed slip from one that survives."""
 from pathlib import Path
 
 from mutation import choice
-from mutation.__main__ import notice
+from mutation.__main__ import notice, pytest
 from mutation.slips import python_slips, slips
 
 ROOT = Path(__file__).parents[1]
@@ -66,3 +66,15 @@ def test_a_noticed_slip_and_a_survivor(tmp_path):
     assert notice(tmp_path, "mlx_lstm/sums.py", 2, by_line[2].text, 60)[0] == "tests/test_sums.py::test_add"
     assert notice(tmp_path, "mlx_lstm/sums.py", 6, by_line[6].text, 60) == ("", 2, False)
     assert module.read_text() == right
+
+
+def test_a_slip_that_changes_the_names_of_cases(tmp_path):
+    """A slip changes the name of a test's case, so pytest does not know the recorded name. All its cases run."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n"
+        "    for name in ('--fuzz', '--fuzz-seed'):\n        parser.addoption(name, default=1)\n"
+    )
+    test = "import pytest\n\n\n@pytest.mark.parametrize('n', [5])\ndef test_n(n):\n    assert n == 4\n"
+    (tmp_path / "tests" / "test_n.py").write_text(test)
+    assert pytest(tmp_path, ["tests/test_n.py::test_n[4]"], 60) == "tests/test_n.py::test_n[5]"

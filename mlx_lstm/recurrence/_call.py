@@ -27,7 +27,7 @@ from ..engines.problem import HALVES, Arrays, Problem, limits_in_effect, masks_d
 from ..engines.tracing import custom_function, have_values, is_transforming, vjp
 from ..ground.checks import check_every, check_lengths, warn_once
 from ._arguments import Sizes, check_call, check_sequences
-from ._guard import guarded, guarded_gradients
+from ._guard import gradient_refusal, guarded
 from ._steps import Steps, check_flags, check_hold
 
 Lengths = mx.array | Sequence[int] | None
@@ -124,9 +124,10 @@ class Call(NamedTuple):
         """Run the chosen engine on the arrays of the call. Return {name: output}. MLX can differentiate the outputs."""
         # refusal: a function that tests the backward kernels when MLX asks for a gradient; None if they need no test.
         # If the test fails, an engine that the user forced raises an error; otherwise engine `ops` takes over.
+        # problem.plain: nobody can ask for a gradient.
         refusal = None
-        if chosen.engine in METAL_ENGINES:
-            refusal = guarded_gradients(chosen, problem, is_forced=self.engine is not None)
+        if chosen.engine in METAL_ENGINES and not problem.plain:
+            refusal = partial(gradient_refusal, chosen, problem, self.engine is not None)
         return run(problem, arrays, chosen.engine, refusal)
 
     def backward(self, weights_and_arrays: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -300,13 +301,13 @@ class Call(NamedTuple):
             packing=packing,
             limits=tuning.on_this_gpu(limits_in_effect.get()),
         )
+        op = self.title if cotangents is None else f"{self.cell.op}_gradients"
         metal = choice.has_metal()  # whether MLX can run Metal kernels here
         place = choice.Place(device, metal, traced)
         # best(refused=...): choose an engine that is not among the refused ones, whose kernels failed their test.
         # table: measured or predicted times, which tell the faster Metal engine. divided(problem, engine): add to the
         # problem how this engine divides the sequence in time. every: the option `checkpoint_every`, which only a
         # gradient uses. problem.plain: nobody can ask for a gradient.
-        op = self.title if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, place)
         chosen = best()

@@ -19,7 +19,6 @@ from threading import Lock
 import mlx.core as mx
 
 from ..engines import METAL_ENGINES, Choice, tuning, verdicts
-from ..engines.autodiff import Refusal
 from ..engines.problem import Problem
 from ..ground.checks import forget_warnings, warn_once
 from ..ground.machine import child_command, has_interpreter
@@ -62,34 +61,24 @@ def guarded(
     return chosen, problem
 
 
-def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
-    """Return a function that tests the backward kernels of a Metal engine in a trial before their first use, or None if
-    they need no test. Which of them run depends on the outputs that the loss uses, which is known only when MLX
-    computes the gradient. Those for a loss of h alone, and those of a call without training, were tested before the
-    forward pass; the function tests all others. It takes the names of the outputs that have a cotangent (a gradient),
-    and returns why the kernels are refused, or "". is_forced: whether the user forced the engine; then it raises
-    ValueError instead."""
-    # plain: nobody can ask for a gradient. is_real(): there is a GPU, not the emulated GPU of the tests.
-    if problem.plain or _unguarded or not is_real():
-        return None
-
-    # names: the outputs that have a cotangent. USUAL: h alone. The condition below holds for the kernels that were
-    # tested before the forward pass.
-    def refused(names: tuple[str, ...]) -> str:
-        if names == USUAL or not problem.training:
-            return ""
-        # If a last state or the gates have a cotangent, then the forward pass has returned them. Describe this in the
-        # problem, too, because it decides which kernels run.
-        last = problem.wants_last or not {"hT", "cT"}.isdisjoint(names)
-        asked = problem._replace(cotangents=names, wants_last=last, return_gates="gates" in names)
-        reason = refusal(chosen.engine, asked)
-        if reason and is_forced:
-            raise ValueError(f"[{problem.cell.op}] engine={chosen.engine!r} cannot run: {reason}.")
-        if reason:
-            tell(chosen.engine, "ops", reason)
-        return reason
-
-    return refused
+def gradient_refusal(chosen: Choice, problem: Problem, is_forced: bool, names: tuple[str, ...]) -> str:
+    """Return why the backward kernels of a Metal engine are refused, or "". Kernels that were never tested on this
+    machine are tested first. Which kernels run depends on the outputs that the loss uses, so MLX must ask for the
+    gradient before they are known. Those for a loss of h alone, and those of a call without training, were tested
+    before the forward pass; this function tests all others. is_forced: whether the user forced the engine; then
+    ValueError is raised in place of the answer. names: the outputs that have a cotangent (a gradient)."""
+    # USUAL: h alone. In this case the kernels were tested before the forward pass.
+    if _unguarded or names == USUAL or not problem.training:
+        return ""
+    # If a last state or the gates have a cotangent, then the forward pass has returned them. Describe this in the
+    # problem, too, because it decides which kernels run.
+    last = problem.wants_last or not {"hT", "cT"}.isdisjoint(names)
+    reason = refusal(chosen.engine, problem._replace(cotangents=names, wants_last=last, return_gates="gates" in names))
+    if reason and is_forced:
+        raise ValueError(f"[{problem.cell.op}] engine={chosen.engine!r} cannot run: {reason}.")
+    if reason:
+        tell(chosen.engine, "ops", reason)
+    return reason
 
 
 @contextmanager
