@@ -757,9 +757,9 @@ def test_a_bias_that_is_no_array_is_refused(value):
         layer.bias = value
         with pytest.raises(ValueError, match=rf"^\[from_mlx\] layers\[0\].{rule}"):
             convert.from_mlx(layer)
-    for layer in (layer, keras, types.SimpleNamespace(**keras)):
+    for one in (layer, keras, types.SimpleNamespace(**keras)):
         with pytest.raises(ValueError, match=rf"^\[nn.stack\] layers\[0\].{rule}"):
-            nn.stack([layer], mx.ones((2, 5, 3)))
+            nn.stack([one], mx.ones((2, 5, 3)))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4, 1), (5,)], ids=repr)
