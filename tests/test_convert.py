@@ -962,6 +962,33 @@ def test_only_reads_a_layer_beside_one_that_cannot_be_read(ending, tmp_path, cap
         convert.read(path, only="a")
 
 
+@pytest.mark.parametrize("ways", [("_raw",), ("_g", "_v"), ("_orig", "_mask"), (".original0", ".original1")])
+def test_a_weight_that_torch_computes_from_other_arrays_is_refused(ways, tmp_path, capsys):
+    """Weight drop leaves the weight of the last training step in a state_dict, with its zeros, beside the whole weight.
+    Weight norm, pruning and parametrizations leave no weight there."""
+    layer = convert.to_torch(weights_of(LSTMCell(), directions=2), prefix="a.module.")
+    weight = layer["a.module.weight_hh_l0_reverse"]
+    prefix = "a.module.parametrizations." if "original" in ways[0] else "a.module."
+    sources = {f"{prefix}weight_hh_l0_reverse{way}": weight for way in ways}
+    if ways == ("_raw",):  # a wrapper around the layer may hold the whole weight
+        cases = [layer | sources, layer | {"a.weight_hh_l0_reverse_raw": weight}]
+    else:
+        cases = [{key: array for key, array in layer.items() if array is not weight} | sources]
+        cases.append({key: array for key, array in cases[0].items() if "bias" in key or key in sources})
+    other = convert.to_torch(weights_of(LSTMCell()), prefix="b.")
+    path, target = tmp_path / "a.safetensors", tmp_path / "b.npz"
+    for arrays in cases:
+        rule = "weight_hh_l0_reverse must not be computed from another array: .*, but got a[.].*weight_hh_l0_reverse"
+        with pytest.raises(ValueError, match=rf"\[from_torch\] {rule}{ways[0]}[.]"):
+            convert.from_torch(arrays, prefix="a.module.")
+        mx.save_safetensors(str(path), arrays | other)
+        assert re.search(rf"\[convert\] {rule}{ways[0]}[.]", refusal(capsys, path, target))
+        assert list(convert.read(path, only=["b"]).layers) == ["b"]
+        assert convert.from_torch(arrays | other, prefix="b.").hidden_size == H
+    mx.save_safetensors(str(path), other | {"weight_hh_g": weight})  # no name of an array of torch's layers
+    assert list(convert.read(path).rest) == ["weight_hh_g"]
+
+
 def test_only_leaves_out_layers_that_can_be_read(tmp_path):
     path, layers = tmp_path / "a.npz", {"a": PLAIN["one layer"], "b": PLAIN["gru"], "c.0": PLAIN["no bias"]}
     convert.write(path, convert.Model(layers, {"head": mx.ones(3)}, {}, [], {}))
