@@ -726,6 +726,24 @@ def test_what_is_no_weights_is_told_so(value, tmp_path):
         convert.write(tmp_path / "a.npz", {"lstm": value})
 
 
+CHANGES = {
+    r"bx must be an mlx.core.array: .* but got list": {"bx": [0.5] * 4 * H},
+    r"bh must have shape \[\d+\], as H is \d+, but got shape \[1\]": {"bh": mx.ones(1)},
+    r"the name of an array of layer 0 must be one of 'Wh', .* but got 'b'": {"b": mx.ones(4 * H)},
+}
+
+
+@pytest.mark.parametrize("rule", CHANGES)
+def test_weights_whose_arrays_a_user_has_changed(rule):
+    weights = convert.from_torch(mlx_lstm.torch.LSTM(I, H)).map(lambda arrays: arrays | CHANGES[rule])
+    for call, op in ((nn.from_weights, "nn.from_weights"), (mlx_lstm.torch.from_weights, "torch.from_weights")):
+        with pytest.raises(ValueError, match=rf"^\[{op}\] {rule}"):
+            call(weights)
+    for call in (convert.to_mlx, convert.to_ops, convert.to_onnx, convert.to_haste, convert.to_cudnn):
+        with pytest.raises(ValueError, match=rf"^\[{call.__name__}\] {rule}"):
+            call(weights)
+
+
 @pytest.mark.parametrize("path", [None, 3, b"a.npz", ["a.npz"]], ids=repr)
 def test_what_is_no_path_is_refused(path):
     what = rf"^\[convert\] path must be a str or a Path but got {type(path).__name__}\.$"

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from ..convert import Weights, to_ops
 from ..engines.choice import Engine, check_engine
 from ..engines.problem import Arrays
-from ..ground.checks import check_array, check_every, fail
+from ..ground.checks import check_array, check_every, fail, in_the_name_of
 from ..recurrence import (
     Call,
     Hold,
@@ -51,7 +51,8 @@ class Recurrence(nn.Module):
         super().__init__()
         self.engine = engine
         self.checkpoint_every = checkpoint_every
-        self.layers = to_ops(weights)
+        with in_the_name_of(OP, "to_ops"):
+            self.layers = to_ops(weights)
         # The names begin with an underscore, so MLX does not count these attributes as parameters.
         self._cell, self._is_reverse = weights.cell, weights.reverse
         # (D, I, H, P); P is 0 without a projection.
@@ -195,6 +196,4 @@ def from_weights(
         >>> output.shape, h_n.shape
         ((2, 10, 4), (1, 2, 4))
     """
-    if not isinstance(weights, Weights):
-        fail(OP, "weights must be a Weights, as the readers of mlx_lstm.convert return,", type(weights).__name__)
     return Recurrence(weights, check_every(OP, checkpoint_every), check_engine(OP, engine))
