@@ -57,6 +57,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from support.command import run_main
 from support.ranks import Lost, Ranks
 
 from mlx_lstm.nn import LSTM, QuantizedLSTM
@@ -688,7 +689,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    run_main(main)

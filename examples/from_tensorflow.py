@@ -28,6 +28,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import tensorflow
+from support.command import run_main
 
 import mlx_lstm
 from mlx_lstm.keras import lstm_from_keras, lstm_to_keras
@@ -203,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
+from support.command import run_main
 
 import mlx_lstm.torch
 from mlx_lstm import convert
@@ -84,8 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     theirs = layers[arguments.mode](24, 32, arguments.layers, bidirectional=True)
     print(ours := from_torch(theirs))
-    rng = np.random.default_rng(0)
-    x, lengths = rng.standard_normal((20, 5, 24), np.float32), np.array([20, 3, 11, 1, 20])
+    x, lengths = np.random.default_rng(0).standard_normal((20, 5, 24), np.float32), np.array([20, 3, 11, 1, 20])
     expected, got = run_torch(theirs, x, lengths), run_mlx(ours, x, lengths)
     for name, value in expected.items():
         print(f"{name:32} {value.shape!s:14} largest difference {np.abs(got[name] - value).max():.1e}")
@@ -97,4 +97,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_main(main)

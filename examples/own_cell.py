@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from support.command import run_main
 from support.curves import draw
 
 from mlx_lstm import cells
@@ -95,4 +96,4 @@ def main(steps):
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.exit(__doc__)
-    main(400)
+    run_main(lambda: main(400))

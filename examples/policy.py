@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from support.command import numbers
+from support.command import numbers, run_main
 from support.curves import draw
 
 from mlx_lstm.nn import LSTM
@@ -96,4 +96,4 @@ def main(rollouts=30):
 
 
 if __name__ == "__main__":
-    main(*numbers(__doc__))
+    run_main(lambda: main(*numbers(__doc__)))

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from support.command import numbers
+from support.command import numbers, run_main
 
 from mlx_lstm.nn import LSTM, quantize
 
@@ -61,8 +61,9 @@ def main(layers=2, units=640, bits=0):
     if not bits:
         print("bits   weights   all arrays   a step   one in a hundred   off by", flush=True)  # children print rows
         for bits in (32, 8, 4):
-            subprocess.run([sys.executable, __file__, str(layers), str(units), str(bits)], check=True)
-        return
+            if code := subprocess.call([sys.executable, __file__, str(layers), str(units), str(bits)]):
+                return code  # the child has said what is wrong
+        return 0
     mx.random.seed(0)
     model = Stack(layers, units).eval()
     x = mx.random.normal((STEPS, units))
@@ -75,7 +76,8 @@ def main(layers=2, units=640, bits=0):
     middle, late = np.quantile(times, [0.5, 0.99])
     line = f"{bits:4d}{weights:7.1f} MB{mx.get_active_memory() / 1e6:10.1f} MB{middle:6.2f} ms{late:16.2f} ms"
     print(f"{line}{np.abs(outputs - exact).max():9.0e}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main(*numbers(__doc__, most=3))
+    run_main(lambda: main(*numbers(__doc__, most=3)))

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from support.command import numbers
+from support.command import numbers, run_main
 from support.curves import draw
 
 from mlx_lstm.nn import LSTM
@@ -97,4 +97,4 @@ def main(steps=80):
 
 
 if __name__ == "__main__":
-    main(*numbers(__doc__))
+    run_main(lambda: main(*numbers(__doc__)))

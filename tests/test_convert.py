@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -726,6 +727,24 @@ def test_what_is_no_weights_is_told_so(value, tmp_path):
         convert.write(tmp_path / "a.npz", {"lstm": value})
 
 
+CHANGES = {
+    r"bx must be an mlx.core.array: .* but got list": {"bx": [0.5] * 4 * H},
+    r"bh must have shape \[\d+\], as H is \d+, but got shape \[1\]": {"bh": mx.ones(1)},
+    r"the name of an array of layer 0 must be one of 'Wh', .* but got 'b'": {"b": mx.ones(4 * H)},
+}
+
+
+@pytest.mark.parametrize("rule", CHANGES)
+def test_weights_whose_arrays_a_user_has_changed(rule):
+    weights = convert.from_torch(mlx_lstm.torch.LSTM(I, H)).map(lambda arrays: arrays | CHANGES[rule])
+    for call, op in ((nn.from_weights, "nn.from_weights"), (mlx_lstm.torch.from_weights, "torch.from_weights")):
+        with pytest.raises(ValueError, match=rf"^\[{op}\] {rule}"):
+            call(weights)
+    for call in (convert.to_mlx, convert.to_ops, convert.to_onnx, convert.to_haste, convert.to_cudnn):
+        with pytest.raises(ValueError, match=rf"^\[{call.__name__}\] {rule}"):
+            call(weights)
+
+
 @pytest.mark.parametrize("path", [None, 3, b"a.npz", ["a.npz"]], ids=repr)
 def test_what_is_no_path_is_refused(path):
     what = rf"^\[convert\] path must be a str or a Path but got {type(path).__name__}\.$"
@@ -746,6 +765,28 @@ def test_other_things_than_layers_are_refused(tmp_path):
         convert.from_mlx(Theirs())
     with pytest.raises(ValueError, match=r"^\[convert\] model must be what convert.read returns, .* but got list"):
         convert.write(tmp_path / "a.npz", [PLAIN["gru"]])
+
+
+@pytest.mark.parametrize("value", [[0.5] * 4, (), 0.5, True, "b"], ids=repr)
+def test_a_bias_that_is_no_array_is_refused(value):
+    """Only None and False mean that there is no bias. Any other value of a layer is refused, not ignored."""
+    keras = {"kernel": mx.ones((3, 16)), "recurrent_kernel": mx.ones((4, 16)), "bias": value}
+    rule = rf"bias must be an mlx.core.array.* but got {type(value).__name__}\.$"
+    for layer in (mlx.nn.LSTM(3, 4), nn.LSTM(3, 4), nn.RNN(3, 4)):
+        layer.bias = value
+        with pytest.raises(ValueError, match=rf"^\[from_mlx\] layers\[0\].{rule}"):
+            convert.from_mlx(layer)
+    for one in (layer, keras, types.SimpleNamespace(**keras)):
+        with pytest.raises(ValueError, match=rf"^\[nn.stack\] layers\[0\].{rule}"):
+            nn.stack([one], mx.ones((2, 5, 3)))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4, 1), (5,)], ids=repr)
+def test_a_bias_of_the_candidate_has_one_number_for_each_unit(shape):
+    arrays = {"Wx": mx.ones((12, 3)), "Wh": mx.ones((12, 4)), "b": mx.ones(12), "bhn": mx.ones(shape)}
+    for read, name in ((convert.from_mlx, r"from_mlx\] layers\[0\]."), (convert.from_names, r"convert\] ")):
+        with pytest.raises(ValueError, match=rf"^\[{name}bhn must have shape \[4\] but got shape"):
+            read(arrays)
 
 
 def test_the_forget_bias_goes_into_the_bias():
@@ -946,6 +987,33 @@ def test_only_reads_a_layer_beside_one_that_cannot_be_read(ending, tmp_path, cap
     assert list(convert.read(tmp_path / "b.npz").layers) == ["a"]
     with pytest.raises(ValueError, match="only must be a list of names of layers but got 'a'"):
         convert.read(path, only="a")
+
+
+@pytest.mark.parametrize("ways", [("_raw",), ("_g", "_v"), ("_orig", "_mask"), (".original0", ".original1")])
+def test_a_weight_that_torch_computes_from_other_arrays_is_refused(ways, tmp_path, capsys):
+    """Weight drop leaves the weight of the last training step in a state_dict, with its zeros, beside the whole weight.
+    Weight norm, pruning and parametrizations leave no weight there."""
+    layer = convert.to_torch(weights_of(LSTMCell(), directions=2), prefix="a.module.")
+    weight = layer["a.module.weight_hh_l0_reverse"]
+    prefix = "a.module.parametrizations." if "original" in ways[0] else "a.module."
+    sources = {f"{prefix}weight_hh_l0_reverse{way}": weight for way in ways}
+    if ways == ("_raw",):  # a wrapper around the layer may hold the whole weight
+        cases = [layer | sources, layer | {"a.weight_hh_l0_reverse_raw": weight}]
+    else:
+        cases = [{key: array for key, array in layer.items() if array is not weight} | sources]
+        cases.append({key: array for key, array in cases[0].items() if "bias" in key or key in sources})
+    other = convert.to_torch(weights_of(LSTMCell()), prefix="b.")
+    path, target = tmp_path / "a.safetensors", tmp_path / "b.npz"
+    for arrays in cases:
+        rule = "weight_hh_l0_reverse must not be computed from another array: .*, but got a[.].*weight_hh_l0_reverse"
+        with pytest.raises(ValueError, match=rf"\[from_torch\] {rule}{ways[0]}[.]"):
+            convert.from_torch(arrays, prefix="a.module.")
+        mx.save_safetensors(str(path), arrays | other)
+        assert re.search(rf"\[convert\] {rule}{ways[0]}[.]", refusal(capsys, path, target))
+        assert list(convert.read(path, only=["b"]).layers) == ["b"]
+        assert convert.from_torch(arrays | other, prefix="b.").hidden_size == H
+    mx.save_safetensors(str(path), other | {"weight_hh_g": weight})  # no name of an array of torch's layers
+    assert list(convert.read(path).rest) == ["weight_hh_g"]
 
 
 def test_only_leaves_out_layers_that_can_be_read(tmp_path):

@@ -88,3 +88,18 @@ def test_the_gallery_has_every_example():
         assert f"[examples/{path.name}](../examples/{path.name})" in page
     for name in FIGURES:
         assert f"(pictures/{name}.png)" in page
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["closed", "full"])
+def test_an_output_that_cannot_be_written_ends_an_example_without_a_traceback(full):
+    if full and not Path("/dev/full").exists():  # only Linux has this file, which is always full
+        return
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(ROOT / "examples" / "quantized_streaming.py"), "1", "32"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with os.fdopen(writer, "w") as closed, open("/dev/full" if full else os.devnull, "w") as file:
+        output = file if full else closed
+        run = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=environment)
+    code, text = (1, "the output cannot be written: ") if full else (141, "")
+    assert run.returncode == code and run.stderr.startswith(text) and run.stderr.count("\n") == full

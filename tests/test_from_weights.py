@@ -182,3 +182,22 @@ BAD = {
 def test_bad_arguments(rule):
     with pytest.raises(ValueError, match=rf"^\[nn.from_weights\] {rule}"):
         BAD[rule]()
+
+
+CHANGES = {
+    r"layers\[0\]: b must be an mlx.core.array but got NoneType": {"b": None},
+    r"layers\[0\]: Wx must be an mlx.core.array: .* but got list": {"Wx": [[1.0]]},
+    r"layers\[0\]: Wh must have 2 axes but got shape \[\]": {"Wh": mx.array(1.0)},
+    r"layers\[0\] must hold Wx, Wh and maybe b, .* but got \['Wh', 'Wx', 'b', 'bias'\]": {"bias": mx.zeros(4 * H)},
+}
+
+
+@pytest.mark.parametrize("rule", CHANGES)
+def test_parameters_that_a_user_has_changed(rule):
+    """A call, a new stepper and an older one refuse a parameter that is no array of its number of axes, or unknown."""
+    layer = nn.from_weights(convert.from_ops("lstm", [arrays_of("lstm", 0, 1, {})]))
+    stepper = layer.stepper()
+    layer.layers[0].update(CHANGES[rule])
+    for call in (lambda: layer(mx.zeros((B, T, I))), layer.stepper, lambda: stepper(mx.zeros(I))):
+        with pytest.raises(ValueError, match=rf"^\[nn.from_weights\] {rule}"):
+            call()

@@ -4,6 +4,8 @@ PyTorch float64; against the float64 oracle on each engine with every older opti
 The programs share no formula with the library or the oracle: PyTorch's autograd differentiates them.
 """
 
+import pickle
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -405,6 +407,12 @@ def test_a_layer_equals_the_function_step_stepper_stack_and_ops(layer):
         gradient = lambda x: mx.grad(lambda x: first(layer(x, lengths=mx.array([5, 2]))).sum())(x)  # noqa: E731
         near(first(layer(padded, lengths=[5, 2]))[1, :2], h[1, :2])
         assert not mx.isnan(gradient(padded)).any()
+
+
+def test_the_repr_of_a_loaded_layer_shows_the_options_that_a_user_has_set():
+    for layer in (LSTM(3, 4, layer_norm=True), GRU(3, 4, layer_norm=Norm("recurrent", eps=1e-3))):
+        assert repr(pickle.loads(pickle.dumps(layer))) == repr(layer)
+    assert repr(layer).endswith("layer_norm=Norm(of='recurrent', eps=0.001))")
 
 
 def test_layers_are_quantized_replaced_and_refused_with_their_norm():

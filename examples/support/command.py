@@ -1,6 +1,9 @@
-"""Read the command line of the short examples."""
+"""Read the command line of the short examples, and run their `main`."""
 
 import sys
+from collections.abc import Callable
+
+from mlx_lstm.ground.machine import run_command
 
 
 def numbers(usage: str, most: int = 1) -> list[int]:
@@ -10,3 +13,9 @@ def numbers(usage: str, most: int = 1) -> list[int]:
     if len(words) > most or not all(word.isdecimal() and int(word) for word in words):
         sys.exit(usage)
     return [int(word) for word in words]
+
+
+def run_main(main: Callable[[], int | None]):
+    """Call `main`, and end the program with the exit code that it returns, or with 0. Ctrl-C, and an output that is
+    closed, as after `| head`, or cannot be written, end it without a traceback."""
+    run_command(lambda: main() or 0)

@@ -6,6 +6,7 @@ arrays. A module of MLX is a dict, too, whose entries are its parameters and sub
 of the public function, with which error texts begin, and name is the layer's name in an error text.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,9 +29,8 @@ NONLINEARITIES: dict[Callable[..., Any], str] = {
 OF_MLX = (nn.LSTM, nn.GRU, nn.RNN)
 """The recurrent layers of `mlx.nn`."""
 
-SCALARS = {bool, int, float, str, type(None)}
-"""The types of most attributes that hold no array. Attributes of these types are skipped first, because the public
-function `stack` describes its layers in every call."""
+OPTIONAL = re.compile(r"bias_(ih|hh)(_l\d+(_reverse)?)?|(recurrent_)?bias|b(hn)?|peephole")
+"""A pattern of the names, in all formats, of parameters that a layer may lack."""
 
 HARMLESS = {"op", "stepper", "train", "eval", "_extra_repr"}
 """The names that a subclass of a layer may redefine without changing what the layer computes."""
@@ -48,7 +48,9 @@ class Description(NamedTuple):
 
     known: its class in `mlx.nn` or `mlx_lstm`, or None for any other object. arrays: its arrays of MLX and NumPy by
     attribute name, without those whose name begins with an underscore. others: the attributes that hold arrays in
-    another way, and how: "module", "list", "dict" and so on. nonlinearity: the name of the activation of a plain RNN,
+    another way, and how: "module", "list", "dict" and so on. strays: the values with the name of a parameter that are
+    no array and hold none, such as a bias as a list of numbers; without them the layer would silently lose its bias.
+    nonlinearity: the name of the activation of a plain RNN,
     or None if the layer has no such attribute. training: whether the layer is in training mode. drops: whether it
     applies dropout between its layers now.
     """
@@ -56,6 +58,7 @@ class Description(NamedTuple):
     known: type | None
     arrays: dict[str, Any]
     others: dict[str, str]
+    strays: dict[str, Any]
     nonlinearity: str | None
     training: bool
     drops: bool
@@ -78,13 +81,19 @@ def describe(op: str, name: str, layer: Any) -> Description:
     check_keys(op, attributes)
     arrays: dict[str, Any] = {}
     others: dict[str, str] = {}
+    strays: dict[str, Any] = {}
     for key, value in attributes.items():
-        if type(value) in SCALARS or key[:1] == "_":  # as in MLX, an attribute with an underscore is no parameter
+        # As in MLX, an attribute with an underscore is no parameter. None and False say that there is no such array.
+        if value is None or value is False or key[:1] == "_":
             continue
         if isinstance(value, (mx.array, np.ndarray)):
             arrays[key] = value
         elif isinstance(value, (dict, list, tuple, set)) and holds_arrays(value):
             others[key] = "module" if isinstance(value, nn.Module) else type(value).__name__
+        elif OPTIONAL.fullmatch(key):
+            strays[key] = value
+    if strays.get("bias") is True and any(map(OPTIONAL.fullmatch, arrays)):  # torch's flag, next to bias_ih_l0
+        del strays["bias"]
     # The class of an unknown object (known is None) does not say what the object computes. So its attributes must not
     # change the formula: `DEFAULTS` has the attributes that could, and their values that change nothing.
     for key in DEFAULTS.keys() & attributes.keys() if known is None else ():
@@ -97,7 +106,7 @@ def describe(op: str, name: str, layer: Any) -> Description:
     dropout, layers = attributes.get("dropout"), attributes.get("num_layers", 2)
     training = getattr(layer, "training", True)
     drops = training and isinstance(dropout, (int, float)) and dropout > 0 and layers != 1
-    return Description(known, arrays, others, act, training, drops)
+    return Description(known, arrays, others, strays, act, training, drops)
 
 
 def check_keys(op: str, arrays: Mapping[Any, Any]) -> None:

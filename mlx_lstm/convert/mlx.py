@@ -84,8 +84,8 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
     if not ways[0] or len({len(way) for way in ways}) > 1:
         fail(op, "layers and reverse must be as many, at least one", [len(way) for way in ways])
     # weights: for each layer a list of the arrays of each direction. acts: the activations of all layers. cell: the
-    # cell of the first layer, which all layers must have; names: its row of `NAMES`.
-    names, cell, weights, acts = NAMES["lstm"], None, [], []
+    # cell of the first layer, which all layers must have; names: its row of `NAMES`; H: its units.
+    names, H, cell, weights, acts = NAMES["lstm"], 0, None, [], []
     for n, directions in enumerate(zip(*ways, strict=True)):
         weights.append([])
         for title, layer in zip(("layers", "reverse"), directions, strict=False):
@@ -96,16 +96,17 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str | None = Non
                 if matrix is None:
                     fail(op, f"{title}[{n}] must hold Wh or Whh", sorted(parameters) or type(layer).__name__)
                 cell = CELLS[OF_GATES[gates_of(op, {"Wh": parameters[matrix]}, f"{title}[{n}].{matrix}")]]()
-                names = NAMES[cell.op]
+                names, H = NAMES[cell.op], parameters[matrix].shape[1]
             # A layer must have both matrices and no unknown array. A GRU with b must also have bhn.
             for key in [*parameters, *list(names)[:2], *(["bhn"] if "b" in parameters and "bhn" in names else [])]:
                 if (key in parameters) != (key in names):
                     why = " (no format holds layer normalisation)" if "norm_scale" in parameters else ""
                     fail(op, f"{title}[{n}] must hold {', '.join(names)}{why}", sorted(parameters))
             words = {names[key]: array for key, array in parameters.items()}
-            matrices = {word: words[word] for word in ("Wx", "Wh")}
-            # `from_one_bias` converts b and bhn to bx and bh.
-            weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
+            b, bhn = (words.pop(key, None) for key in ("b", "bhn"))
+            if bhn is not None:  # its length would not show in the bias bh, which `checked` sees
+                check_array(op, f"{title}[{n}].bhn", bhn, [H])
+            weights[-1].append(words | from_one_bias(b, bhn))
     assert cell is not None
     if cell.op == "rnn":
         if len(given := {*acts, nonlinearity or acts[0]}) > 1:
@@ -135,6 +136,8 @@ def arrays_of(op: str, name: str, layer: Any) -> tuple[Arrays, str | None]:
         fail(op, f"{name} must hold its arrays one by one", found.shapes)
     if isinstance(layer, nn.Module):
         arrays = found.arrays
+        for key, value in found.strays.items():
+            check_array(op, f"{name}.{key}", value, shape=None)  # raises the error
     else:  # values that `as_mlx` converts: arrays of other packages, and lists of numbers
         arrays = {key: array for key, array in layer.items() if array is not None and key != "nonlinearity"}
     return {key: as_mlx(array) for key, array in arrays.items()}, found.nonlinearity

@@ -266,17 +266,20 @@ def checked(op: str, weights: Weights, title: Title = lambda layer, way, word: w
                     rule = "all layers have it" if weights.cell.op == "lstm" else "the cell is an LSTM"
                     fail(op, f"{title(n, way, word)} must not be there unless {rule}", "this array")
                 # Building the title takes longer than this check, so `check_array` is called for a wrong array only.
-                if list(array.shape) != shapes[word] or array.dtype not in FLOATS:
+                is_array = isinstance(array, mx.array) and array.dtype in FLOATS
+                if not is_array or list(array.shape) != shapes.get(word):
+                    check_option(op, f"the name of an array of layer {n}", word, tuple(shapes))
                     check_array(op, title(n, way, word), array, shapes[word], why=f", as H is {rows // G},")
     return weights
 
 
 def check_weights(op: str, weights: object) -> Weights:
-    """Check that `weights` is a `Weights`, as the readers of this package return it, and return it."""
+    """Check that `weights` is a `Weights`, as the readers of this package return it, and return it. A user may have
+    made it, or changed its arrays, so check the arrays, too."""
     if not isinstance(weights, Weights):
         rule = "weights must be a Weights, as convert.from_torch, from_mlx and their kin return,"
         fail(op, rule, type(weights).__name__)
-    return weights
+    return checked(op, weights)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import mlx.nn as nn
 
 from ..convert import Weights, to_ops
 from ..engines.choice import Engine, check_engine
-from ..ground.checks import check_array, check_every, fail
+from ..engines.problem import Arrays
+from ..ground.checks import check_array, check_every, fail, in_the_name_of
 from ..recurrence import (
     Call,
     Hold,
@@ -23,11 +24,15 @@ from ..recurrence import (
     in_dtype,
     join_states,
     split_states,
+    weight_shapes,
     whole_lengths,
     whole_steps,
 )
 
 OP = "nn.from_weights"  # the name of the function in error texts
+
+WORDS = ("Wx", "Wh", "b", "bhn", "Wp", "peephole")
+"""The names of a layer's parameters; every layer has the first two."""
 
 
 class Recurrence(nn.Module):
@@ -46,7 +51,8 @@ class Recurrence(nn.Module):
         super().__init__()
         self.engine = engine
         self.checkpoint_every = checkpoint_every
-        self.layers = to_ops(weights)
+        with in_the_name_of(OP, "to_ops"):
+            self.layers = to_ops(weights)
         # The names begin with an underscore, so MLX does not count these attributes as parameters.
         self._cell, self._is_reverse = weights.cell, weights.reverse
         # (D, I, H, P); P is 0 without a projection.
@@ -56,6 +62,21 @@ class Recurrence(nn.Module):
         directions, I, H, P = self._sizes
         projection = f", projected to {P}" if P else ""
         return f"{self._cell.op}, {I} -> {H}{projection}, layers={len(self.layers)}, directions={directions}"
+
+    def _arrays(self) -> list[Arrays]:
+        """Return the parameters of each layer. A user may have changed the dicts in `layers`, so raise ValueError if a
+        matrix is missing, a name is unknown, or a value is no MLX array with the right number of axes."""
+        D, I, H, P = self._sizes
+        shapes = weight_shapes(self._cell.gates, (I, H, P or H), D)
+        for k, arrays in enumerate(self.layers):
+            if not {"Wx", "Wh"} <= arrays.keys() <= set(WORDS):
+                fail(OP, f"layers[{k}] must hold Wx, Wh and maybe {', '.join(WORDS[2:])}", sorted(arrays))
+            for name, array in arrays.items():
+                if not isinstance(array, mx.array):
+                    check_array(OP, f"layers[{k}]: {name}", array, shape=None)  # raises the error
+                if array.ndim != (axes := len(shapes[name])):
+                    fail(OP, f"layers[{k}]: {name} must have {axes} axes", f"shape {list(array.shape)}")
+        return self.layers
 
     def __call__(
         self,
@@ -82,7 +103,8 @@ class Recurrence(nn.Module):
             tuple: the output [B, T, D P], and the last states, shaped as `state`; in the dtype to which x, states and
             parameters promote.
         """
-        (D, I, H, P), cell, K = self._sizes, self._cell, len(self.layers)
+        (D, I, H, P), cell, layers = self._sizes, self._cell, self._arrays()
+        K = len(layers)
         check_array(OP, "x", x, ["B", "T", I])
         B, T, _ = x.shape
         if not B or not T:
@@ -102,7 +124,7 @@ class Recurrence(nn.Module):
         call = Call(cell, self._is_reverse, D == 2, lengths_checked=True, **options)
         # rows: {"h" or "c": the first states of each layer}. last: the outputs of each layer, also its last states.
         rows, last = {name: split_states(D, array) for name, array in first.items()}, []
-        for k, layer in enumerate(self.layers):
+        for k, layer in enumerate(layers):
             # The arguments of the call for this layer: its parameters, its input, and its first states h0 and c0.
             arrays = layer | {"x": x} | {f"{name}0": array[k] for name, array in rows.items()}
             outputs, choice = call.forward(in_dtype(arrays, dtype) | steps, return_gates=False, training=self.training)
@@ -132,7 +154,7 @@ class Recurrence(nn.Module):
             rule = "layers must run forward, because the reverse direction starts at the end of the sequence,"
             fail(op, rule, "both directions" if self._sizes[0] == 2 else "the reverse direction")
         # read: returns each layer's cell, parameters and engine; the stepper calls it again if parameters have changed.
-        read = lambda: [(self._cell, arrays, self.engine) for arrays in self.layers]  # noqa: E731
+        read = lambda: [(self._cell, arrays, self.engine) for arrays in self._arrays()]  # noqa: E731
         # is_stack=True: the states of a single layer are [1, ..., H], too, as this class takes and returns them.
         return Stepper(op, read, self.layers, batch=batch, is_stack=True)
 
@@ -174,6 +196,4 @@ def from_weights(
         >>> output.shape, h_n.shape
         ((2, 10, 4), (1, 2, 4))
     """
-    if not isinstance(weights, Weights):
-        fail(OP, "weights must be a Weights, as the readers of mlx_lstm.convert return,", type(weights).__name__)
     return Recurrence(weights, check_every(OP, checkpoint_every), check_engine(OP, engine))

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, overload
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..convert import Weights, from_names
 from ..convert.layers import Description, describe
@@ -447,6 +446,9 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
         rule = f"{name} must have dropout 0 or be in evaluation mode, as stack drops nothing between its layers,"
         fail(OP, rule, f"dropout={layer.dropout}")
     held = found.arrays
+    for key, value in (held | found.strays).items() if not found.others else ():
+        if not isinstance(value, mx.array):  # for example an array of NumPy, which `from_names` would take
+            check_array(OP, f"{name}.{key}", value, shape=None)  # raises the error
     if isinstance(layer, QuantizedLayer):  # each weight as one `Quantized` object instead of three arrays
         held = {key: layer._parameter(key) for key in held if not key.endswith(("_scales", "_biases"))}
     for kind in KINDS if not found.others else ():  # others: modules and lists of arrays in the object
@@ -457,9 +459,6 @@ def read(name: str, layer: Any, now: bool, may_drop: bool) -> Depths:
     try:
         if not held or found.others:
             raise ValueError("Modules and lists of arrays are not read.")
-        for key, array in held.items():
-            if isinstance(array, np.ndarray):
-                check_array(OP, f"{name}.{key}", array, shape=None)  # raises the error: `from_names` would take it
         # `derived` caches the converted arrays under the key in its second argument while the parameters are the same.
         weights = derived(now, f"{OP} {act}", held, partial(in_arguments, act))
     except ValueError as error:
@@ -492,10 +491,6 @@ def read_named(
     # a GRU's whole second bias [3H] bhn. Then `from_names` reads the arrays.
     if kind is GRU and "bhn" in held and list(held["bhn"].shape) == Wx[:1]:
         return None
-    for key in kind._names:  # `held` has only MLX arrays: refuse anything else under these names, such as a NumPy array
-        value = held.get(key, layer.get(key) if isinstance(layer, dict) else getattr(layer, key, None))
-        if value is not None and not isinstance(value, (mx.array, Quantized)):
-            check_array(OP, f"{name}.{key}", value, shape=None)  # raises the error
     arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
     titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
     cell: Cell = RNNCell(found.nonlinearity or "tanh") if kind is RNN else kind._cell_class()

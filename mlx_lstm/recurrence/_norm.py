@@ -78,9 +78,10 @@ class Norm(NamedTuple):
     eps: float = 1e-5
 
     def __repr__(self) -> str:
-        # Only the fields that the user set, with their values.
-        changed = [name for name, usual in self._field_defaults.items() if getattr(self, name) is not usual]
-        return f"Norm({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+        # Only the fields that differ from their defaults. Compare texts, because == of arrays returns an array.
+        values = {name: repr(getattr(self, name)) for name in self._fields}
+        changed = [name for name, usual in self._field_defaults.items() if values[name] != repr(usual)]
+        return f"Norm({', '.join(f'{name}={values[name]}' for name in changed)})"
 
 
 FIELDS = ("scale", "shift", "input_scale", "input_shift", "c_scale", "c_shift")
