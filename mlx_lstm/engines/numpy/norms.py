@@ -194,8 +194,8 @@ class Normalisation:
         self.dscale, self.dshift = (np.zeros_like(scaled) if wanted else None for wanted in (scale, shift))
 
     def add_gradients(self, products: WeightGradients, scale: str, shift: str) -> None:
-        """Add the gradients of scale and shift, summed over the batch, to those that `products` collects, by their
-        names."""
+        """Add the gradients of the scale and the shift, summed over the batch, to those that `products` collects.
+        scale, shift: the names of these two arrays in the call."""
         for name, d in ((scale, self.dscale), (shift, self.dshift)):
             if d is not None and name in products.out:
                 products.add(name, d.sum(axis=1))
