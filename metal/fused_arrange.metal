@@ -77,9 +77,9 @@ void place_in_matrices(int index, int vector, thread int& unit, thread int& bloc
 
 // Copy weights into the order in which the kernels read them; each thread copies one vector of 4 weights. place.x
 // counts the vectors of one direction in the order [simdgroups, COUNT vectors of a lane, 32 lanes], place.y the
-// directions. threads: how many threads a threadgroup of the kernel that reads them has. at: the number of a weight in
-// its row. If MATRICES is true, a vector has two weights of one 8 x 8 matrix and two of the next matrix. So its weights
-// are numbers k, k + 1, k + 8 and k + 9 of the row.
+// directions. threads: the threads of a threadgroup in the kernel that will read the weights; one direction has COUNT *
+// threads vectors. at: the number of a weight in its row. If MATRICES is true, a vector has two weights of one 8 x 8
+// matrix and two of the next matrix. So its weights are numbers k, k + 1, k + 8 and k + 9 of the row.
 template <class Cell, int UNITS, bool BACK, bool MATRICES, class S, class Arrays>
 void fused_arrange(thread const Arrays& a, uint2 place, uint threads) {
   const int H = a.sizes[0], COUNT = a.sizes[1];

@@ -108,7 +108,8 @@ void pass_to_h_before(
 
 // Write dh0 and dc0 of a unit, the gradients of its states before the launch's first step, which are in items[r].ds.
 // All lanes of the unit have copies of ds: lane 0 writes dh0, the last lane dc0. first: the threadgroup's first batch
-// item. In place_in, 1, 0 stands for one block of H numbers per item, block number 0. Only an LSTM has dc0.
+// item. The arguments 1 and 0 of place_in say that dh0 and dc0 have one block of H numbers per item, and which one:
+// number 0. Only an LSTM has dc0.
 template <class Cell, int H, class S, int ROWS, class Index, class Arrays>
 void store_first(
     thread const Sweep& sweep, thread const Arrays& a, int first, int lane, int unit,

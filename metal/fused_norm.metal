@@ -95,10 +95,10 @@ struct NormMemory {
 template <class Cell, int H, int ROWS, class E> int norm_size(E) { return NormMemory<Cell, H, ROWS>::END; }
 
 // Return the numbers that a lane needs for its norms. eps: the array norm_eps, with one number. block: the position of
-// the lane's first gate on a gate axis. counts: whether the lane has a number of this gate's product. If a lane has
-// fewer gates than COUNT, it reads the scale of the last gate, and counts[j] is 0. If the call does not have an array,
-// its scale is 1 or its shift 0. M is only used for members that do not depend on the number of batch items, so this
-// number is 1.
+// the lane's first gate on a gate axis. counts: whether the lane has a number of this gate's product. A lane may have
+// fewer gates than COUNT. For each j past its last gate norm.counts[j] is 0, and it reads scale and shift of the cell's
+// last gate, only because this address exists. If the call does not have an array, its scale is 1 or its shift 0. M:
+// NormMemory for 1 batch item; the members that are used here are the same for any number of items.
 template <class Cell, int H, class E, class Arrays>
 NormLane<NormMemory<Cell, H, 1>::COUNT> norm_of_lane(
     E eps, thread const Arrays& a, int direction, int block, int unit, bool counts, uint index,
@@ -316,9 +316,10 @@ void normalise_states(
 //   d_norm_c  [., B, D H] float, output: the gradient of the normalised c; absent without a norm of c
 
 // The numbers that a lane needs for its norms at one backward step, for each of ROWS batch items and each of its COUNT
-// gates. y: the normalised product or sum. r: 1 / sqrt(variance + eps) of this norm. d: in a user's cell the gradient
-// of the norm's result, then that of the product. c_y, c_r: y and r of the norm of c; states_backward replaces c_y by
-// s_output(normalised c).
+// gates. y: the normalised product or sum. r: 1 / sqrt(variance + eps) of this norm. d: only a user's cell reads it; it
+// is at first the gradient of the norm's result, and is then overwritten by the gradient of the product. c_y, c_r: y
+// and r of the norm of c. states_backward replaces c_y by s_output(normalised c), where s_output is the cell's last
+// activation, as in h = o * s_output(c).
 template <int ROWS, int COUNT>
 struct NormNumbers {
   float y[ROWS][COUNT], r[ROWS][COUNT], d[ROWS][COUNT], c_y[ROWS][1], c_r[ROWS][1];

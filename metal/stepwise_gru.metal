@@ -44,9 +44,10 @@ void stepwise_gru_reset(
   pad_row(a.after, 3 * units, group, 32 * simdgroup + lane);
 }
 
-// Second launch of a forward step: compute the candidate n and the new h, and write the row a.after (the array of this
-// launch): h [B, D H], then, if SAVES, the gates [B, D 3H] for a backward pass. All are 0 past an item's end.
-//   reset_row   the row of the first launch, [3, B, D H]: r * mask * h_before (the operand x of the product), r, z
+// Second launch of a forward step: compute the candidate n and the new h, and write a.after, the array that this launch
+// leaves for the next step: h [B, D H], then, if SAVES, the gates [B, D 3H] for a backward pass. All are 0 past an
+// item's end.
+//   reset_row   what the first launch wrote, [3, B, D H]: r * mask * h_before (the operand x of the product), r, z
 //   N           the candidate's gate number. The product has only the candidate's columns
 //   last        h before the step; h: last times `keep`
 template <class Cell, class Product, bool SAVES, class S, class Arrays>

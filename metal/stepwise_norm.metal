@@ -45,7 +45,7 @@ inline void merge_in_simdgroup(thread Moments& of) {
   of.count = count, of.mean = mean;
 }
 
-// Replace the moments of[n] of a thread's numbers, for each of N norms, by the moments of all numbers in the
+// For each of N norms replace `of[n]`, the moments of a thread's numbers, by the moments of all numbers in the
 // threadgroup. memory: threadgroup memory, with three floats for each norm and simdgroup. Each of the ITEM_SIMDGROUPS =
 // 8 simdgroups writes its moments there. After the barrier lane k of every simdgroup reads the moments of simdgroup k,
 // and every simdgroup merges all of them. The lanes from 8 on read a valid address, but use 0 as the count, so their

@@ -34,6 +34,7 @@ from mlx_lstm.engines.cell_graph import (
     next_on_all_paths,
 )
 from mlx_lstm.engines.cell_tracer import cached_trace, values_of, verify
+from mlx_lstm.engines.cells import PointwiseCell
 
 SAVED = {
     "lstm": ["sigmoid", "sigmoid", "tanh", "sigmoid"],
@@ -51,6 +52,23 @@ def test_what_is_saved_is_found(cell):
     it also saves the recurrent product of the candidate."""
     graph = ZOO[cell].graph(2, 3)
     assert sorted(graph.nodes[n].op for n in graph.saved) == sorted(SAVED[cell])
+
+
+@pytest.mark.parametrize("cell", ZOO)
+def test_whether_a_cell_reads_h_itself_is_found(cell):
+    """A cell reads the state h itself, not only the product h Wh^T, if another h changes its new states while its gates
+    stay as they are."""
+    form, rng = ZOO[cell], np.random.default_rng(0)
+
+    def draw_arrays(count, shape=(2, 3)):
+        return [mx.array(rng.uniform(0.5, 1.5, shape), mx.float32) for _ in range(count)]
+
+    gates, states = draw_arrays(form.gates), draw_arrays(form.states)
+    gates = list(zip(gates, draw_arrays(form.gates), strict=True)) if form.apart else gates
+    others = [*draw_arrays(form.inputs), *draw_arrays(form.params, (3,))]
+    one, other = (form.cell(tuple(gates), (h, *states[1:]), *others) for h in draw_arrays(2))
+    reads = not all(mx.array_equal(x, y) for x, y in zip(one, other, strict=True))
+    assert PointwiseCell(form.graph(2, 3), form.recurrent).passes_h == reads
 
 
 @pytest.mark.parametrize("cell", ZOO)

@@ -23,6 +23,7 @@ from cases import needs
 
 import mlx_lstm
 from mlx_lstm import convert, cudnn, mpsgraph, nn
+from mlx_lstm.convert import _keras_file
 from mlx_lstm.convert.__main__ import main
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.oracle import evaluate
@@ -898,6 +899,14 @@ def test_other_programs_read_a_file_with_options(tmp_path):
         assert list(file.attrs) == ["model_config"]
 
 
+@pytest.mark.parametrize("H", [1, 4])
+def test_the_class_of_a_users_layer(H):
+    """The shape of the recurrent kernel tells from which class of Keras a user's class derives, also with one unit."""
+    kinds = {"LSTM": 4 * H, "GRU": 3 * H, "SimpleRNN": H}
+    found = {_keras_file.kind_of(np.ones((I, columns)), np.ones((H, columns))): columns for columns in kinds.values()}
+    assert found == kinds
+
+
 @pytest.mark.parametrize("ending", [".npz", ".weights.h5"])
 def test_a_note_says_that_options_are_assumed(ending, tmp_path):
     """A note names the layers whose options neither the file nor the caller tells; other layers have none."""
@@ -978,6 +987,33 @@ def test_only_reads_a_layer_beside_one_that_cannot_be_read(ending, tmp_path, cap
     assert list(convert.read(tmp_path / "b.npz").layers) == ["a"]
     with pytest.raises(ValueError, match="only must be a list of names of layers but got 'a'"):
         convert.read(path, only="a")
+
+
+@pytest.mark.parametrize("ways", [("_raw",), ("_g", "_v"), ("_orig", "_mask"), (".original0", ".original1")])
+def test_a_weight_that_torch_computes_from_other_arrays_is_refused(ways, tmp_path, capsys):
+    """Weight drop leaves the weight of the last training step in a state_dict, with its zeros, beside the whole weight.
+    Weight norm, pruning and parametrizations leave no weight there."""
+    layer = convert.to_torch(weights_of(LSTMCell(), directions=2), prefix="a.module.")
+    weight = layer["a.module.weight_hh_l0_reverse"]
+    prefix = "a.module.parametrizations." if "original" in ways[0] else "a.module."
+    sources = {f"{prefix}weight_hh_l0_reverse{way}": weight for way in ways}
+    if ways == ("_raw",):  # a wrapper around the layer may hold the whole weight
+        cases = [layer | sources, layer | {"a.weight_hh_l0_reverse_raw": weight}]
+    else:
+        cases = [{key: array for key, array in layer.items() if array is not weight} | sources]
+        cases.append({key: array for key, array in cases[0].items() if "bias" in key or key in sources})
+    other = convert.to_torch(weights_of(LSTMCell()), prefix="b.")
+    path, target = tmp_path / "a.safetensors", tmp_path / "b.npz"
+    for arrays in cases:
+        rule = "weight_hh_l0_reverse must not be computed from another array: .*, but got a[.].*weight_hh_l0_reverse"
+        with pytest.raises(ValueError, match=rf"\[from_torch\] {rule}{ways[0]}[.]"):
+            convert.from_torch(arrays, prefix="a.module.")
+        mx.save_safetensors(str(path), arrays | other)
+        assert re.search(rf"\[convert\] {rule}{ways[0]}[.]", refusal(capsys, path, target))
+        assert list(convert.read(path, only=["b"]).layers) == ["b"]
+        assert convert.from_torch(arrays | other, prefix="b.").hidden_size == H
+    mx.save_safetensors(str(path), other | {"weight_hh_g": weight})  # no name of an array of torch's layers
+    assert list(convert.read(path).rest) == ["weight_hh_g"]
 
 
 def test_only_leaves_out_layers_that_can_be_read(tmp_path):
@@ -1260,6 +1296,8 @@ def test_layers_inside_of_other_layers_of_keras_keep_their_options(ending, tmp_p
                     file[f"{new}{cell}/vars/{n}"] = np.ones((H, gates * H), np.float32)
             if ending == ".keras":
                 file.require_group(f"{new}/vars").attrs["name"] = name.rpartition(".")[2]
+        if ending == ".keras":  # two matrices of a layer without a cell
+            file["layers/pair/vars/0"], file["layers/pair/vars/1"] = np.ones((H, 3 * H)), np.ones((H, 3 * H))
         if ending == ".h5":
             file["model_weights"].attrs["layer_names"] = list(names)
             for group, words in names.items():
@@ -1336,7 +1374,7 @@ def test_classes_that_derive_from_those_of_keras(ending, tmp_path):
 )
 def test_a_file_of_keras_2(ways, tmp_path):
     """A file of Keras 2 is read correctly. Unlike in Keras 3, array names end in :0, the root group lists the
-    layers, and hard_sigmoid has another slope."""
+    layers, a long list of names takes several attributes, and hard_sigmoid has another slope."""
     h5py = pytest.importorskip("h5py")
     weights = weights_of(LSTMCell(), 1, 2, biases="x")
     arrays = iter(convert.to_keras(weights)[0])
@@ -1355,7 +1393,8 @@ def test_a_file_of_keras_2(ways, tmp_path):
         names = [f"bidirectional_1/{way}/{word}:0" for way in ways for word in words]
         for name in names:
             group[name] = next(arrays)
-        group.attrs["weight_names"] = [name.encode() for name in names]
+        for n in range(2):  # a list that is long, in two attributes
+            group.attrs[f"weight_names{n}"] = [name.encode() for name in names[3 * n : 3 * n + 3]]
     model = convert.read(tmp_path / "old.h5")
     assert model.notes[0].startswith(
         "bidirectional_1: merge_mode is sum. A call returns both halves: mlx_lstm.nn.stack"
@@ -1867,10 +1906,8 @@ def test_the_arrays_of_other_layers_are_compared_before_the_new_file_gets_its_na
 
 def test_a_bidirectional_layer_of_a_keras_file_called_as_its_forward_layer():
     """A Bidirectional called forward_x around a layer x, as Keras writes it into an .h5 file, has two directions."""
-    from mlx_lstm.convert._keras_file import names_in_legacy
-
     groups = [f"forward_x//sequential/forward_x/{way}_x/lstm_cell" for way in ("forward", "backward")]
-    found = names_in_legacy(
+    found = _keras_file.names_in_legacy(
         {f"{group}/{name}": None for group in groups for name in ("kernel", "recurrent_kernel")}, []
     )
     assert [(each.name, each.way) for each in found] == [("forward_x", "forward"), ("forward_x", "backward")]

@@ -5,6 +5,7 @@ import re
 from contextlib import nullcontext
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from on_metal import on_metal
 
@@ -15,6 +16,7 @@ from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, PointwiseCell
 from mlx_lstm.engines.metal import kernel
 from mlx_lstm.engines.metal.fused import LayerSize, rows_for, step_cycles
 from mlx_lstm.engines.metal.stepwise import tile_of
+from mlx_lstm.engines.numpy.products import factored_names
 from mlx_lstm.engines.predicted import predict, stepwise_cycles
 from mlx_lstm.engines.problem import LIMITS, Problem, limited
 from mlx_lstm.recurrence import _arguments
@@ -257,3 +259,27 @@ def test_limits_are_exact():
             problem = Problem(T, 2, 3, 3, LSTMCell())
             assert (choice.chunks_of(engine, problem, None) is None) == (longest == T)
             assert choice.chunks_of(engine, problem, "auto").is_long == (longest < T)
+
+
+def test_the_largest_chunk_of_a_long_sequence():
+    """A sequence with more steps than one graph of the engine has is cut into chunks. The gates of a chunk are at most
+    2^24 numbers, and 2^20 for `ops`; `numpy` builds no graph."""
+    problem = Problem(5000, 64, 1024, 1024, LSTMCell())  # 2^18 numbers per step
+    steps = {engine: choice.chunks_of(engine, problem, None) for engine in ENGINES}
+    assert steps == {
+        "fused": (64, False, True),
+        "stepwise": (64, False, True),
+        "numpy": None,
+        "ops": (4, False, True),
+    }
+
+
+def test_the_weight_gradients_that_stay_two_factors():
+    """A single step in one direction returns the gradient of a large weight as two factors, if these have fewer
+    numbers. So a program with one call per step does not hold a gradient of each weight for each step."""
+    shapes = {"Wx": (512, 16), "Wh": (512, 128), "Wp": (64, 128)}
+    v = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    problem = Problem(1, 8, 128, 64, LSTMCell())
+    assert factored_names(problem, v) == ["Wx", "Wh", "Wp"]
+    assert factored_names(problem._replace(B=16), v) == ["Wh", "Wp"]  # dz has 16 * 512 numbers, as many as Wx
+    assert factored_names(problem._replace(T=2), v) == factored_names(problem._replace(bidirectional=True), v) == []

@@ -1102,6 +1102,8 @@ def test_a_trial_of_clips_that_stop_gradients(clips):
                 given = (*given, "Wp") if "projection_clip" in clips else given
                 drawn = _draw.draw(problem(B=3, cell=cell, dtype=mx.bfloat16, names=given), np.random.default_rng(0))
                 assert drawn.smooth, cell
+                rows = drawn.case.call.get("Wp", np.eye(2))
+                assert len({float(n) for n in rows[..., 0].flat}) == len(rows[..., 0].flat), cell  # no two are equal
                 shifts = clip_shift(**drawn.case.call)
                 for name, limit in (("c", cell.cell_clip), ("h", cell.projection_clip)):
                     assert not limit or 0.1 < (shifts[name] != 0).mean() < 0.9, cell

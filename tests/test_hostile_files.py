@@ -785,6 +785,12 @@ def npy(array=None, header=b"", pickled=False):
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
 
 
+def test_a_text_in_npz_is_no_array_of_numbers(tmp_path):
+    np.savez(path := tmp_path / "a.npz", **{"a.Wx": np.ones((4, 3)), "a.name": np.array("LSTM")})
+    with pytest.raises(ValueError, match=r"a\.name.* must hold numbers but got text"):
+        convert.read(path)
+
+
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize(
     "members",

@@ -527,3 +527,28 @@ def test_on_the_cpu_a_compiled_function_warns_once_and_mlx_can_let_it_run_as_it_
     finally:
         mx.enable_compile()
     assert layer.engine_used.engine == "numpy"
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "LSTM with a norm"])
+def test_an_inner_vjp_of_an_array_keeps_the_graph_of_a_layer(kind, dtype):
+    """A function derives something by an array with mx.vjp, then a layer reads the same array, and an outer mx.grad
+    derives the result. MLX has removed the tracer mark of the array, so what the layer computes from it before an
+    engine runs, such as another order of axes, keeps its graph only if the layer asks for that."""
+    layer = mlx_lstm.nn.GRU(3, 5) if kind == "GRU" else mlx_lstm.nn.LSTM(3, 5, layer_norm="norm" in kind)
+    layer.set_dtype(dtype)
+    x = mx.random.normal((2, 7, 3), key=mx.random.key(0)).astype(dtype)
+
+    def loss(x):
+        y = mx.sin(x) * 2
+        factor = mx.stop_gradient(mx.vjp(lambda z: z * y, [y], [mx.ones_like(y)])[1][0])
+        out = layer(y)
+        h = out[0] if isinstance(out, tuple) else out
+        return (h.astype(mx.float32) ** 2).sum() + (factor * y).astype(mx.float32).sum()
+
+    gradients = []
+    for engine in ("numpy", "ops"):
+        layer.engine = engine
+        gradients.append(mx.grad(loss)(x).astype(mx.float32))
+    scale = mx.abs(gradients[1]).max().item()
+    assert mx.abs(gradients[0] - gradients[1]).max().item() < (1e-5 if dtype == mx.float32 else 1e-2) * scale

@@ -43,6 +43,11 @@ def own_cache(tmp_path, monkeypatch):
     tuning.current.cache_clear()
 
 
+def test_the_sizes_that_are_measured():
+    """`--tune` measures every 32nd H up to the largest that `fused` runs, so that a fused H is near a measured one."""
+    assert Grid().units == (32, 64, 96, 128, 160, 192, 224, 256)
+
+
 def written(file, engines=ENGINES, cuts=(), **other):
     """Write a file with a table of the fastest engines and return its path. `engines`: the preferred engines.
     `other`: replacements for the entries that describe the machine on which the table was measured."""

@@ -28,7 +28,7 @@ from .keras import NAMED, arrays_of, direction
 from .keras import NAMES as KERAS_NAMES
 from .layers import check_keys
 from .mlx import to_ops
-from .torch import assembled, gates_of
+from .torch import SOURCE, assembled, gates_of, refuse_source
 from .weights import OF_GATES, OURS, Weights, as_stored, from_one_bias, gate_order, of_layer, rows_reordered
 from .weights import to_mlx as as_mlx
 
@@ -132,12 +132,15 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
         name = fields.get("name") or ""
         own = ".".join(str(part) for part in (name, layer, fields.get("way")) if part not in (None, ""))
         return fields["array"], Group(own, name, layer, way, layer is not None, {}, form)
-    # Without a template, recognise the usual keys: of PyTorch first, then of all other formats.
-    path, dot, last_part = key.rpartition(".")
+    # Without a template, recognise the usual keys: of PyTorch first, then of all other formats. source: the match if
+    # torch computes a weight from this array. It belongs to the group of the weight, so that `words_of` refuses both.
+    source = SOURCE.fullmatch(key)
+    path, dot, last_part = (source[1] + source[2] if source else key).rpartition(".")
     if match := TORCH_LEAF.fullmatch(last_part):  # match: 1 the leaf, 2 the layer's number, 3 "_reverse" or None
         form = f"{path}{dot}\0{last_part[match.end(1) :]}"
         own = f"{path}{dot}{last_part[match.end(1) + 1 :]}"  # such as lstm.l0, which error texts print
-        return match[1], Group(own, path, int(match[2]), int(bool(match[3])), True, {}, form)
+        group = Group(own, path, int(match[2]), int(bool(match[3])), True, {}, form)
+        return key if source else match[1], group
     if not (match := LEAF.fullmatch(last_part)):  # match: 1 the leaf, 2 the word for the direction or None
         return None
     form = f"{path}{dot}\0{last_part[match.end(1) :]}"
@@ -192,10 +195,10 @@ def groups_of(
                 group = group._replace(own=name, name=name, layer=layer, way=way, numbered=True)
             # Keys of the same layer and direction share the group of the first of them.
             found.setdefault((group.own, group.layer, group.way, group.form), group).keys[leaf] = key
-    # sure: the leaves that occur in recurrent layers only. These are the leaves of both matrices, such as weight_ih and
-    # weight_hh, except "kernel", which a dense layer of Keras has, too.
-    sure = {*PARTNERS, *PARTNERS.values()} - {"kernel"}
-    return [group for group in found.values() if group.keys.keys() & sure]
+    # unsure: the leaves that also occur in other layers: all but those of both matrices, such as weight_ih and
+    # weight_hh. "kernel" is unsure, because a dense layer of Keras has it, too.
+    unsure = ENTRIES.keys() - {*PARTNERS, *PARTNERS.values()} | {"kernel"}
+    return [group for group in found.values() if group.keys.keys() - unsure]
 
 
 def layers_of(
@@ -381,6 +384,9 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
     """Return the arrays of a group of keys as a list of dicts, by the names that `Weights` uses. The list has one dict,
     or two if both directions share the group's arrays. Raise a ValueError that names a missing or unexpected key.
     arrays: all arrays of the file, by key. order: the gate order in the file, or None for the usual one."""
+    for leaf in group.keys:
+        if match := SOURCE.fullmatch(leaf):
+            refuse_source("convert", match)
     # Both matrices of a layer must be there: `PARTNERS` has their leaves (the last parts of their keys) in each format.
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):

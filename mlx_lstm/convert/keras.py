@@ -87,7 +87,8 @@ def stack(op: str, parts: Sequence[Weights]) -> Weights:
     reverse means that the layer has go_backwards.
 
     Keras returns the outputs of a layer with go_backwards in the order in which it computes them, from the last step to
-    the first. So the layer that reads them runs in reverse, too, unless it has go_backwards itself.
+    the first. So each later layer with one direction runs in reverse, too; one with both directions reads them in any
+    order. A later layer that has go_backwards itself is refused with a ValueError.
     """
     first, *others = parts
     for n, part in enumerate(others, 1):

@@ -7,7 +7,7 @@ name in `Weights`: Wx, Wh, bx, bh or Wp (a projection).
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -28,6 +28,20 @@ WAYS = ("", "_reverse")
 
 FORMAT = Format(nonlinearity=("tanh", "relu"), projection=True)
 """What torch's layers can store: a plain RNN with tanh or relu, and a projection; no other option of a cell."""
+
+SOURCES: dict[str, str] = dict.fromkeys(("_g", "_v"), "call torch.nn.utils.remove_weight_norm before you save")
+SOURCES["_orig"] = "call remove of torch.nn.utils.prune, or remove_spectral_norm, before you save"
+SOURCES[".original"] = "call torch.nn.utils.parametrize.remove_parametrizations before you save"
+SOURCES["_raw"] = "weight drop overwrites the weight of the layer, so put this array in its place"
+"""The ends of the names of arrays from which torch computes a weight before each call, by weight norm and the like, and
+advice for an error text. With such an array beside it, the weight itself is missing in a file, or it is old: weight
+drop leaves the weight of the last training step there, with its zeros."""
+
+SOURCE = re.compile(
+    r"(.*?)(?:parametrizations\.)?((?:weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)_l\d+(?:_reverse)?)"
+    rf"({'|'.join(map(re.escape, SOURCES))})\d*"
+)
+"""Matches the key of such an array: 1 the path, 2 the name of the weight, 3 the end of the name."""
 
 
 def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> Weights:
@@ -67,6 +81,10 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         rule = "arrays must be a layer, not a model of MLX: pass model.lstm or what the layer is called,"
         fail(op, rule, sorted(whole))
     check_prefix(op, whole, arrays, prefix)
+    for key in whole:
+        # Weight drop wraps a layer in a module of its own, which calls the layer `module` and holds the sources.
+        if (match := SOURCE.fullmatch(key)) and match[1] in (prefix, prefix.removesuffix("module.")):
+            refuse_source(op, match)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}  # by (layer, direction), the arrays by name
     # The arrays of a cell, such as LSTMCell, have no layer and no direction in their names: two empty groups match.
     is_cell = f"{prefix}weight_hh" in arrays
@@ -85,6 +103,13 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         return f"{prefix}{KEYS[word]}" + ("" if is_cell else f"_l{layer}{WAYS[way]}")
 
     return assembled(op, parts, title, {"activation": nonlinearity})
+
+
+def refuse_source(op: str, match: re.Match[str]) -> NoReturn:
+    """Raise ValueError for an array from which torch computes a weight of a layer. match: the match of `SOURCE` with
+    the array's key."""
+    rule = f"{match[2]} must not be computed from another array: {SOURCES[match[3]]},"
+    fail(op, rule, shown(match.string))
 
 
 def check_forward(op: str, layer: object) -> None:

@@ -1,7 +1,8 @@
-"""Describe the machine (chip, system, versions), start Python as a child process, and run commands to their end.
+"""Describe the machine (chip, system, versions), build the command line of a child process, and run a command in this
+process.
 
-A child is a process that this process starts. A command is a program of this package, such as `python -m
-mlx_lstm.check`.
+A child is a Python process that this process starts. A command is a program of this package, such as `python -m
+mlx_lstm.check`: `run_command` calls its main function, handles signals and errors of the output, and ends the process.
 """
 
 import errno

@@ -187,8 +187,8 @@ class Call(NamedTuple):
         # h and c, so their cotangents become part of those of h and c: name[0] is the "h" of "hT". The dict, with
         # values 0 that nobody reads, removes names that occur twice and preserves the order.
         shown = tuple({name[0] if self.hold is not None and name != "gates" else name: 0 for name in cotangents})
-        # like: {name: output} for the outputs in `shown`. Nobody reads the values of hT and cT, so their cotangents,
-        # which have the same shapes, stand in for them.
+        # like: {name: output} for the outputs in `shown`. `saved` has h, c and gates, not hT and cT. Only the shapes
+        # of these two are needed, so their cotangents, which have the same shapes, stand in for them.
         like = {name: saved.get(name, cotangents.get(name)) for name in shown}
 
         # The outputs of the call as a function of its float arrays, which MLX differentiates below.

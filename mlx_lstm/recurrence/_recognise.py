@@ -416,8 +416,9 @@ class Trial:
             raise StepError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def run(self, form: Form, x: mx.array, *states: mx.array) -> tuple[list[mx.array], list[mx.array]]:
-        """Run the user's step. Return (the new states, h or h and c; all other arrays [B, H] that it returns, each of
-        which must equal h). states: h, or h and c. B, H: batch items, units."""
+        """Run the user's step. Return two lists: its new states, h or h and c, and all other arrays [B, H] that it
+        returns. The caller checks that each of these equals the new h. states: the states before the step, h, or h and
+        c. B, H: batch items, units."""
         arrays, stop = self.arrays(form.call, x, *states), form.at + form.states
         found, rest = arrays[form.at : stop], arrays[: form.at] + arrays[stop:]
         if [array.shape for array in found] != [states[0].shape] * form.states:

@@ -192,15 +192,16 @@ class Stepper:
         return h.copy() if is_numpy else mx.array(np.ascontiguousarray(h), self._dtype)
 
     def state(self, as_numpy: bool = False) -> Any:
-        """Return a copy of the current states, as `set_state` takes them. H: hidden units; "...": the batch axes.
+        """Return a copy of the current states, as `set_state` takes them. H: hidden units; P: the width of h, which is
+        H without a projection; "...": the batch axes.
 
         Args:
             as_numpy (bool): return NumPy arrays instead of MLX arrays. Default: `False`.
 
         Returns:
             array or tuple: (hidden, cell) for an LSTM, all states for a layer `Pointwise` with several, else hidden.
-            For a single layer each has the shape [..., H], as `step` takes it; for a stack of K layers [K, ..., H]. The
-            dtypes are those of a step's result.
+            For a single layer hidden has the shape [..., P], and every other state [..., H], as `step` takes them; for
+            a stack of K layers [K, ..., P] and [K, ..., H]. The dtypes are those of a step's result.
         """
         states: list[Any] = []
         for name, layers in self._states().items():
@@ -211,12 +212,13 @@ class Stepper:
         return tuple(states) if len(states) > 1 else states[0]
 
     def set_state(self, state: Any) -> None:
-        """Set the states of all layers. H: hidden units; "...": the batch axes.
+        """Set the states of all layers. H: hidden units; P: the width of h, which is H without a projection; "...": the
+        batch axes.
 
         Args:
             state (array or tuple): (hidden, cell) for an LSTM, all states for a layer `Pointwise` with several, else
-                hidden, in arrays of MLX or NumPy. For a single layer each has the shape [..., H]; for a stack of K
-                layers [K, ..., H].
+                hidden, in arrays of MLX or NumPy. For a single layer hidden has the shape [..., P], and every other
+                state [..., H]; for a stack of K layers [K, ..., P] and [K, ..., H].
 
         Raises:
             ValueError: the states have the wrong number or shape.

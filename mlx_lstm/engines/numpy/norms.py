@@ -127,12 +127,10 @@ class Normalisation:
 
     def normalise(self, a: Array, y: Array, r: Array) -> None:
         """Write to y [n, B] the array a, normalised to mean 0 and variance 1 in each block, and to r [blocks, 1, B] the
-        factors 1 / sqrt(variance + eps). y may be a itself."""
-        # An array that is not contiguous has no view [blocks, n / 8, 8 B], so a row is not repeated for it.
-        tiles, shape, scratch = self.tiles, self.tiles.shape, self.wide_scratch
-        if not (a.flags.c_contiguous and y.flags.c_contiguous):
-            tiles, shape, scratch = np.asarray, self.shape, self.scratch.reshape(self.shape)
-        parts, out = a.reshape(shape), y.reshape(shape)
+        factors 1 / sqrt(variance + eps). y is contiguous; it may be a itself."""
+        # parts, out: a and y as `Tiles` needs them. If a is not contiguous, such as some columns of c, parts is a copy.
+        tiles, scratch = self.tiles, self.wide_scratch
+        parts, out = a.reshape(tiles.shape), y.reshape(tiles.shape)
         if not self.centred:
             self.means(self.row, a, self.mean)
             parts = np.subtract(parts, tiles(self.mean), out)
@@ -196,8 +194,8 @@ class Normalisation:
         self.dscale, self.dshift = (np.zeros_like(scaled) if wanted else None for wanted in (scale, shift))
 
     def add_gradients(self, products: WeightGradients, scale: str, shift: str) -> None:
-        """Add the gradients of scale and shift, summed over the batch, to those that `products` collects, by their
-        names."""
+        """Add the gradients of the scale and the shift, summed over the batch, to those that `products` collects.
+        scale, shift: the names of these two arrays in the call."""
         for name, d in ((scale, self.dscale), (shift, self.dshift)):
             if d is not None and name in products.out:
                 products.add(name, d.sum(axis=1))

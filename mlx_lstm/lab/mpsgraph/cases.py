@@ -137,7 +137,8 @@ def draw(
     """
     bidirectional = descriptor.get("bidirectional", False)
     lengths = dict(zip("TNIH", sizes, strict=True))
-    # A GRU has a secondary bias only if its reset comes after the product.
+    # A GRU has a secondary bias only with `reset_after`: its reset gate then multiplies the recurrent product and this
+    # bias. Without it the gate multiplies h before the product.
     absent = set(absent) | ({"secondary_bias"} if not descriptor.get("reset_after") else set())
     shapes = layouts(GATES[op], bidirectional, projects="input_weight" not in absent)
     arrays = {}
