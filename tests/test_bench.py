@@ -8,7 +8,6 @@ import io
 import os
 import platform
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -327,11 +326,12 @@ def test_a_turn_notes_what_other_processes_used(others, disturbed, monkeypatch):
 
 @pytest.mark.parametrize(("used", "waits"), [(0.0, False), (0.1, True)])
 def test_a_turn_waits_for_other_processes(used, waits, monkeypatch):
-    readings = iter(np.arange(100) * used)
+    readings, clock = iter(np.arange(100) * used), [0.0]
     monkeypatch.setattr(rounds, "busy_seconds", lambda: next(readings))
-    start = time.perf_counter()
-    rounds.wait_until_quiet(0.3)
-    assert (time.perf_counter() - start >= 0.3) == waits
+    sleep = SimpleNamespace(sleep=lambda seconds: clock.append(clock[-1] + seconds), perf_counter=lambda: clock[-1])
+    monkeypatch.setattr(rounds, "time", sleep)
+    rounds.wait_until_quiet(0.25)
+    assert (clock[-1] >= 0.25) == waits
 
 
 @pytest.mark.not_on_a_mac("the mark of peak memory can be reset on Linux only")

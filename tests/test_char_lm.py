@@ -352,7 +352,7 @@ def start(*options: str, out: Path) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, code: int) -> str:
-    said, complaint = process.communicate(timeout=60)
+    said, complaint = process.communicate(timeout=300)
     assert process.returncode == code, complaint
     return said
 

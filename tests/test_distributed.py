@@ -67,7 +67,7 @@ def together(size, folder, *options, texts=None, at=-1, number=0, to=None):
         line += ["--distributed", f"--out={folder / str(rank)}", *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(line, **pipes, text=True, encoding="utf-8", env=environment))
-    said = [process.communicate(timeout=60) for process in started]
+    said = [process.communicate(timeout=300) for process in started]
     return [process.returncode for process in started], said
 
 
@@ -218,7 +218,7 @@ def test_two_processes_weigh_padded_rows_by_their_real_steps(tmp_path):
             environment |= {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} if size > 1 else {}
             line = [sys.executable, "-c", VARIED, str(tmp_path / f"{size}_{rank}.npz")]
             processes.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment))
-        said = [process.communicate(timeout=60)[1] for process in processes]
+        said = [process.communicate(timeout=300)[1] for process in processes]
         assert [process.returncode for process in processes] == [0] * size, said
         gradients[size] = [np.load(tmp_path / f"{size}_{rank}.npz") for rank in range(size)]
     (one,), two = gradients[1], gradients[2]
