@@ -1064,6 +1064,28 @@ def test_a_weight_that_torch_computes_from_other_arrays_is_refused(ways, tmp_pat
     assert list(convert.read(path).rest) == ["weight_hh_g"]
 
 
+@pytest.mark.parametrize("ending", ["safetensors", "npz"])
+def test_arrays_beside_those_of_a_layer_are_named(ending, tmp_path, capsys):
+    """A layer with other arrays than those that are read may compute something else: layer normalisation written in
+    torch, biases with other names. Arrays elsewhere in the model are not named, even if a layer lies at its root."""
+    path, plain = tmp_path / f"a.{ending}", {"weight_ih": numbers(4 * H, I), "weight_hh": numbers(4 * H, H)}
+    layers = {f"{name}.{key}": array for name in ("enc.a", "b") for key, array in plain.items()} | plain
+    beside = ["enc.a.layernorm_i.weight", "enc.a.alpha", "bh", "by", "b.alpha"]
+    elsewhere = ["enc.weight", "enc.c.weight", "enc.a.c.d.weight", "head.weight", "ba.weight"]
+    arrays = layers | dict.fromkeys(beside + elsewhere, numbers(H))
+    convert.write(path, convert.Model({}, arrays, {}, [], {}))
+    model = convert.read(path)
+    assert sorted(model.layers) == ["", "b", "enc.a"] and model.rest.keys() == {*beside, *elsewhere}
+    assert main([str(path), str(tmp_path / "b.npz")]) == 0
+    said = capsys.readouterr().out
+    for title, names in (("enc.a", beside[:2]), ("(no name)", beside[2:4]), ("b", beside[4:])):
+        (note,) = (note for note in model.notes if note.startswith(f"{title}: the arrays beside its own, "))
+        listed, rule = note.removeprefix(f"{title}: the arrays beside its own, ").split(", are ")
+        assert sorted(listed.split(", ")) == sorted(names) and note in said
+        assert rule == "not read; a layer that uses them computes something else"
+    assert len(model.notes) == 3 and len(convert.read(path, only=["b"]).notes) == 1
+
+
 def test_only_leaves_out_layers_that_can_be_read(tmp_path):
     path, layers = tmp_path / "a.npz", {"a": PLAIN["one layer"], "b": PLAIN["gru"], "c.0": PLAIN["no bias"]}
     convert.write(path, convert.Model(layers, {"head": mx.ones(3)}, {}, [], {}))
