@@ -664,7 +664,8 @@ def test_names_that_a_format_does_not_tell_apart_are_refused(ending, tmp_path):
 
 
 def test_a_note_counts_the_onnx_nodes_that_are_not_read(tmp_path, capsys):
-    """Nodes in the graphs of an If, and in functions of the model, are not read. A note tells their number."""
+    """Nodes in the graphs of an If, and in functions of the model, are not read. A note tells their number. Another
+    note names nodes of a runtime's own types, which hold quantized weights."""
     onnx = pytest.importorskip("onnx")
     path, helper = tmp_path / "m.onnx", onnx.helper
     convert.write(path, {"lstm": weights_of(LSTMCell())})
@@ -679,8 +680,11 @@ def test_a_note_counts_the_onnx_nodes_that_are_not_read(tmp_path, capsys):
     text = "4 recurrent nodes inside If, Loop, Scan or a function, not read: inline the graph first"
     assert list(found.layers) == ["lstm"] and text in found.notes
     model.graph.node.remove(node)
+    model.graph.node.append(helper.make_node("DynamicQuantizeLSTM", node.input, ["q"], domain="com.microsoft"))
     path.write_bytes(model.SerializeToString())
-    assert text in refusal(capsys, path, tmp_path / "m.npz")
+    other = "nodes of the type DynamicQuantizeLSTM are not read, because the type is not ONNX' own"
+    said = refusal(capsys, path, tmp_path / "m.npz")
+    assert text in said and other in said
 
 
 def test_what_onnx_has_and_ours_not():
