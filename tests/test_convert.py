@@ -1146,9 +1146,14 @@ def keras(tmp_path_factory):
             convert.write(folder / f"ours_{case}{ending}", layers)
     runs = [[str(ROOT / "examples" / "from_tensorflow.py"), *SMALL], [str(ROOT / "tests/keras_files.py"), str(folder)]]
     code = f"""
-import runpy, sys
+import os, runpy, sys
 for sys.argv in {runs!r}:
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.path[0] = os.path.dirname(sys.argv[0])  # as if Python had started the script
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:  # the example ends its process
+        if end.code:
+            raise
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("KERAS_BACKEND", None)  # the example chooses the backend
