@@ -440,6 +440,54 @@ def test_outputs_of_tensorflow():
                 assert_outputs(weights, x, [h], states)
 
 
+@pytest.mark.parametrize("kind", ["lstm", "cudnn", "peepholes", "projected", "gru", "rnn"])
+def test_checkpoints_of_tensorflow_1(kind):
+    """The conversions in docs/tensorflow.md give the outputs of the cells of TensorFlow 1, computed by its equations in
+    float64, for sequences of different lengths."""
+    rng, sigmoid = np.random.default_rng(5), lambda a: 1 / (1 + np.exp(-a))
+
+    def draw(*shape):
+        return rng.normal(0, 0.5, shape)
+
+    width, gates = P if kind == "projected" else H, {"gru": 2, "rnn": 1}.get(kind, 4)
+    kernel, bias, inner, inner_bias = draw(I + width, gates * H), draw(gates * H), draw(I + H, H), draw(H)
+    projection, diagonals, forget_bias = draw(H, P), draw(3, H) * (kind == "peepholes"), float(kind != "cudnn")
+
+    def step(x, h, c):
+        a = np.concatenate([x, h], 1) @ kernel + bias
+        if kind == "rnn":
+            return np.tanh(a), c
+        if kind == "gru":
+            r, u = np.split(sigmoid(a), 2, 1)
+            return u * h + (1 - u) * np.tanh(np.concatenate([x, r * h], 1) @ inner + inner_bias), c
+        i, j, f, o = np.split(a, 4, 1)
+        c = sigmoid(f + forget_bias + diagonals[1] * c) * c + sigmoid(i + diagonals[0] * c) * np.tanh(j)
+        m = sigmoid(o + diagonals[2] * c) * np.tanh(c)
+        return m @ projection if kind == "projected" else m, c
+
+    x, lengths, expected = draw(B, T, I), [T, 2, 4], np.zeros((B, T, width))
+    h, c = np.zeros((B, width)), np.zeros((B, H))
+    for t in range(T):
+        new, runs = step(x[:, t], h, c), (t < np.array(lengths))[:, None]
+        h, c = np.where(runs, new[0], h), np.where(runs, new[1], c)
+        expected[:, t] = h * runs
+    matrices = {"Wx": kernel[:I].T, "Wh": kernel[I:].T, "b": bias}
+    weights = {
+        "lstm": lambda: convert.from_tf(kernel, bias),
+        "cudnn": lambda: convert.from_tf(kernel, bias, forget_bias=0),
+        "peepholes": lambda: convert.from_tf(kernel, bias, *diagonals),
+        "projected": lambda: convert.from_ops(
+            "lstm", [matrices | {"Wp": projection.T}], gate_order="igfo", forget_bias=1.0
+        ),
+        "gru": lambda: convert.from_tf_gru(kernel, inner, bias, inner_bias),
+        "rnn": lambda: convert.from_ops("rnn", [matrices]),
+    }[kind]()
+    with mx.stream(mx.cpu):
+        output, last = nn.from_weights(weights)(mx.array(x, mx.float64), lengths=lengths)
+    np.testing.assert_allclose(np.array(output), expected, atol=1e-13)
+    np.testing.assert_allclose(np.array(last[0] if gates == 4 else last)[0], h, atol=1e-13)
+
+
 def golden(op):
     """Return the recorded calls of a TensorFlow op as a list of ({argument: array}, {result: array})."""
     with np.load(ROOT / "tests" / "goldens" / f"tf_{op}.npz") as file:
@@ -616,7 +664,8 @@ def test_names_that_a_format_does_not_tell_apart_are_refused(ending, tmp_path):
 
 
 def test_a_note_counts_the_onnx_nodes_that_are_not_read(tmp_path, capsys):
-    """Nodes in the graphs of an If, and in functions of the model, are not read. A note tells their number."""
+    """Nodes in the graphs of an If, and in functions of the model, are not read. A note tells their number. Another
+    note names nodes of a runtime's own types, which hold quantized weights."""
     onnx = pytest.importorskip("onnx")
     path, helper = tmp_path / "m.onnx", onnx.helper
     convert.write(path, {"lstm": weights_of(LSTMCell())})
@@ -631,8 +680,11 @@ def test_a_note_counts_the_onnx_nodes_that_are_not_read(tmp_path, capsys):
     text = "4 recurrent nodes inside If, Loop, Scan or a function, not read: inline the graph first"
     assert list(found.layers) == ["lstm"] and text in found.notes
     model.graph.node.remove(node)
+    model.graph.node.append(helper.make_node("DynamicQuantizeLSTM", node.input, ["q"], domain="com.microsoft"))
     path.write_bytes(model.SerializeToString())
-    assert text in refusal(capsys, path, tmp_path / "m.npz")
+    other = "nodes of the type DynamicQuantizeLSTM are not read, because the type is not ONNX' own"
+    said = refusal(capsys, path, tmp_path / "m.npz")
+    assert text in said and other in said
 
 
 def test_what_onnx_has_and_ours_not():
@@ -923,7 +975,7 @@ def test_a_note_says_that_options_are_assumed(ending, tmp_path):
 
         with h5py.File(path, "a") as file:
             del file.attrs["model_config"]
-        expected = "odd, lstm: the file does not tell options such as activations: Keras 3's defaults are assumed"
+        expected = "odd, lstm: the file does not tell options such as activation and go_backwards: Keras 3's"
     (note,) = convert.read(path).notes
     assert note.startswith(expected)
 
@@ -1014,6 +1066,28 @@ def test_a_weight_that_torch_computes_from_other_arrays_is_refused(ways, tmp_pat
         assert convert.from_torch(arrays | other, prefix="b.").hidden_size == H
     mx.save_safetensors(str(path), other | {"weight_hh_g": weight})  # no name of an array of torch's layers
     assert list(convert.read(path).rest) == ["weight_hh_g"]
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npz"])
+def test_arrays_beside_those_of_a_layer_are_named(ending, tmp_path, capsys):
+    """A layer with other arrays than those that are read may compute something else: layer normalisation written in
+    torch, biases with other names. Arrays elsewhere in the model are not named, even if a layer lies at its root."""
+    path, plain = tmp_path / f"a.{ending}", {"weight_ih": numbers(4 * H, I), "weight_hh": numbers(4 * H, H)}
+    layers = {f"{name}.{key}": array for name in ("enc.a", "b") for key, array in plain.items()} | plain
+    beside = ["enc.a.layernorm_i.weight", "enc.a.alpha", "bh", "by", "b.alpha"]
+    elsewhere = ["enc.weight", "enc.c.weight", "enc.a.c.d.weight", "head.weight", "ba.weight"]
+    arrays = layers | dict.fromkeys(beside + elsewhere, numbers(H))
+    convert.write(path, convert.Model({}, arrays, {}, [], {}))
+    model = convert.read(path)
+    assert sorted(model.layers) == ["", "b", "enc.a"] and model.rest.keys() == {*beside, *elsewhere}
+    assert main([str(path), str(tmp_path / "b.npz")]) == 0
+    said = capsys.readouterr().out
+    for title, names in (("enc.a", beside[:2]), ("(no name)", beside[2:4]), ("b", beside[4:])):
+        (note,) = (note for note in model.notes if note.startswith(f"{title}: the arrays beside its own, "))
+        listed, rule = note.removeprefix(f"{title}: the arrays beside its own, ").split(", are ")
+        assert sorted(listed.split(", ")) == sorted(names) and note in said
+        assert rule == "not read; a layer that uses them computes something else"
+    assert len(model.notes) == 3 and len(convert.read(path, only=["b"]).notes) == 1
 
 
 def test_only_leaves_out_layers_that_can_be_read(tmp_path):
@@ -1136,15 +1210,16 @@ SMALL = ["--steps=31", "--batch=8", "--window=12", "--embedding=8", "--hidden=16
 
 @pytest.fixture(scope="module")
 def keras(tmp_path_factory):
-    """Run examples/from_tensorflow.py, then tests/keras_files.py in the same child process, since both import
-    TensorFlow, which takes seconds. keras_files.py reads our files and writes files of its own. Return (folder with the
-    files, {name: output of Keras}, what the example printed)."""
+    """Run tests/keras_files.py, then examples/from_tensorflow.py in the same child process, since both import
+    TensorFlow, which takes seconds. keras_files.py reads our files and writes files of its own. The example is the
+    last, because it ends the process. Return (folder with the files, {name: output of Keras}, what the example
+    printed)."""
     needs("tensorflow", "keras", "h5py")
     folder = tmp_path_factory.mktemp("keras")
     for case, layers in OURS.items():
         for ending in (".keras", ".h5", ".weights.h5"):
             convert.write(folder / f"ours_{case}{ending}", layers)
-    runs = [[str(ROOT / "examples" / "from_tensorflow.py"), *SMALL], [str(ROOT / "tests/keras_files.py"), str(folder)]]
+    runs = [[str(ROOT / "tests/keras_files.py"), str(folder)], [str(ROOT / "examples" / "from_tensorflow.py"), *SMALL]]
     code = f"""
 import os, runpy, sys
 for sys.argv in {runs!r}:
@@ -1155,7 +1230,8 @@ for sys.argv in {runs!r}:
         if end.code:
             raise
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    folders = os.pathsep.join([str(ROOT), str(ROOT / "examples")])  # examples import `support` from their folder
+    environment = os.environ | {"PYTHONPATH": folders, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("KERAS_BACKEND", None)  # the example chooses the backend
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr

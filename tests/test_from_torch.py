@@ -23,6 +23,12 @@ LAYERS = {
 
 @pytest.fixture(scope="module")
 def example():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)  # examples import `support` from this folder
+        yield load()
+
+
+def load():
     spec = importlib.util.spec_from_file_location("from_torch", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -134,7 +134,31 @@ def read(
         plain = [name for name, weights in layers.items() if weights.cell.op == "rnn" and nonlinearity is None]
         plain = [name for name in plain if not any(key in told.options for key in used[name])]
         note = f"{some(map(title, plain))}: the file does not tell the activation: tanh is assumed (see nonlinearity)"
-        return selected(Model(layers, rest, used, [note] if plain else [], metadata), only)
+        notes = [note] if plain else []
+        notes += notes_beside({name: used[name] for name in layers if only is None or name in only}, rest)
+        return selected(Model(layers, rest, used, notes, metadata), only)
+
+
+def notes_beside(keys: Mapping[str, Sequence[str]], rest: Iterable[str]) -> list[str]:
+    """Return a note for each layer beside whose arrays the file has other arrays, under the same path or one level
+    below: a layer that uses them, such as one with layer normalisation, computes something else. keys: the keys of each
+    layer. rest: all other keys of the file."""
+    owners = {folder(key): name for name, own in keys.items() for key in own}
+    beside: dict[str, list[str]] = {}
+    for key in rest:
+        here = folder(key)
+        above = folder(here)
+        if here in owners:
+            beside.setdefault(owners[here], []).append(key)
+        elif above and above in owners:  # not if it is empty: below the empty path is the whole model
+            beside.setdefault(owners[above], []).append(key)
+    rule = "are not read; a layer that uses them computes something else"
+    return [f"{title(name)}: the arrays beside its own, {some(others, 3)}, {rule}" for name, others in beside.items()]
+
+
+def folder(key: str) -> str:
+    """Return the path of a key: all before its last dot or slash, or an empty text."""
+    return key[: max(key.rfind("."), key.rfind("/"), 0)]
 
 
 def path_of(path: object) -> Path:

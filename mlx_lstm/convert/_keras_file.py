@@ -367,7 +367,7 @@ def gathered(
     rest = {key: array for key, array in arrays.items() if key not in taken}
     left_out = {key for key in rest if key.startswith("optimizer") or "seed_generator" in key}
     notes = [f"{len(left_out)} arrays of the optimizer and of random generators are left out"] if left_out else []
-    rule = "the file does not tell options such as activations: Keras 3's defaults are assumed"
+    rule = "the file does not tell options such as activation and go_backwards: Keras 3's defaults are assumed"
     notes += notes_naming(silent, rule)
     notes += notes_naming(own, "a class of your own, read as the class of Keras from which it derives")
     return found, {plain(key): array for key, array in rest.items() if key not in left_out}, keys, notes

@@ -91,9 +91,7 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
         keys[name] = weights
         if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:
             notes.append(f"{name}: {', '.join(runtime)} are no weights: pass lengths and states to the call")
-    if inner := layers_inside(model):
-        where = "inside If, Loop, Scan or a function"
-        notes.append(f"{inner} recurrent {'node' if inner == 1 else 'nodes'} {where}, not read: inline the graph first")
+    notes += notes_on_unread(model)
     # A file that `write` wrote contains zeros for the first states, the default of inputs that a node Expand repeats
     # for each batch item. They are no weights, so they are added to `used`, which keeps them out of `rest`.
     inputs = {each.name for each in model.graph.input}
@@ -102,6 +100,18 @@ def read(file: Foreign, external_data: bool, only: Sequence[str] | None = None) 
     if no_numbers := [key for key, array in rest.items() if array is None]:
         notes.append(f"{len(no_numbers)} tensors without numbers are left out")
     return layers, {key: array for key, array in rest.items() if array is not None}, keys, notes
+
+
+def notes_on_unread(model: Any) -> list[str]:
+    """Return notes on recurrent nodes that `read` does not read: nodes inside of other nodes or of functions, and nodes
+    of other sets of types than ONNX' own, such as DynamicQuantizeLSTM of ONNX Runtime."""
+    notes = []
+    if inner := layers_inside(model):
+        where = "inside If, Loop, Scan or a function"
+        notes.append(f"{inner} recurrent {'node' if inner == 1 else 'nodes'} {where}, not read: inline the graph first")
+    others = {node.op_type for node in model.graph.node if node.op_type.endswith(tuple(OPS)) and not is_recurrent(node)}
+    rule = "are not read, because the type is not ONNX' own: convert the model as it was before quantization"
+    return notes + [f"nodes of the type {shown(kind)} {rule}" for kind in sorted(others)]
 
 
 def layers_inside(model: Any) -> int:

@@ -198,7 +198,8 @@ def convert(layer: nn.Module, kinds: Kinds) -> str:
 
 def look_alike(name: str, layer: nn.Module) -> str:
     """Return a text for a warning if a layer of another package has the parameters of a recurrent layer; for any other
-    layer return "". The text names the layer's class, and a line of code that runs the layer with `mlx_lstm.nn.stack`.
+    layer return "". The text names the layer's class, and a line of code that runs the layer with `mlx_lstm.nn.stack`,
+    if the layer computes what its parameters suggest: another gate order or transposed square matrices do not show.
     name: the layer's path in the model."""
     if isinstance(layer, (Layer, Pointwise, *OURS)) or type(layer).__module__.partition(".")[0] == "mlx_lstm":
         return ""
@@ -206,7 +207,8 @@ def look_alike(name: str, layer: nn.Module) -> str:
         return ""
     # target: the code for the layer, such as "model.layers[0]".
     target = "model" + "".join(f"[{word}]" if word.isdecimal() else f".{word}" for word in name.split(".") if word)
-    return f"{type(layer).__name__}, which has the parameters of {kind}: mlx_lstm.nn.stack([{target}], x) runs it"
+    call = f"if it computes one, mlx_lstm.nn.stack([{target}], x) runs it"
+    return f"{type(layer).__name__}, which has the parameters of {kind}: {call}"
 
 
 def kind_of_parameters(layer: nn.Module) -> str:
