@@ -14,11 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 from .convert.keras import arrays_of, direction, times
-from .convert.weights import CELLS, from_one_bias, one_bias
+from .convert.weights import CELLS, from_one_bias, one_bias, to_mlx
 from .engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from .engines.directions import join, part
 from .engines.problem import Arrays
-from .ground.checks import check_array, check_flag, fail
+from .ground.checks import check_array, check_flag, check_option, fail
+from .recurrence import weight_shapes
 
 __all__ = ["bidirectional_from_keras", "bidirectional_to_keras", "gru_from_keras", "gru_to_keras", "lstm_from_keras"]
 __all__ += ["lstm_to_keras", "rnn_from_keras", "rnn_to_keras"]
@@ -201,7 +202,8 @@ def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Se
     if not isinstance(weights, Sequence) or isinstance(weights, str):
         fail(op, "weights must be the list that layer.get_weights() returns", type(weights).__name__)
     n = len(weights) // 2  # the arrays of one direction
-    shapes = [np.shape(array) for array in weights]
+    weights = [to_mlx(array) for array in weights]
+    shapes = [array.shape for array in weights]
     if not n or shapes[:n] != shapes[n:]:
         fail(op, "weights must be those of two layers of the same shapes", f"shapes {shapes}")
     return join([convert(*weights[:n]), convert(*weights[n:])])  # both directions in one array per name
@@ -222,8 +224,14 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
     check_function(op, convert)
     if not isinstance(arrays, dict):
         fail(op, "arrays must be a dict, as bidirectional_from_keras returns it,", type(arrays).__name__)
-    check_array(op, "Wh", arrays.get("Wh"), [2, "G * H", "H"])
-    return [array for way in range(2) for array in convert(**part(arrays, way))]  # part: one direction's arrays
+    Wh: Any = arrays.get("Wh")
+    check_array(op, "Wh", Wh, [2, "G * H", "H"])
+    H, given = Wh.shape[2], {name: array for name, array in arrays.items() if array is not None}
+    shapes = weight_shapes(Wh.shape[1] // max(H, 1), ("I", H, H), D=2)
+    for name, array in given.items():  # `part` would drop the last row of an odd number of rows
+        check_option(op, "the name of an array", name, ("Wx", "Wh", "b", "bhn"))
+        check_array(op, name, array, shapes[name])
+    return [array for way in range(2) for array in convert(**part(given, way))]  # part: one direction's arrays
 
 
 def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]) -> Arrays:

@@ -1221,9 +1221,14 @@ def keras(tmp_path_factory):
             convert.write(folder / f"ours_{case}{ending}", layers)
     runs = [[str(ROOT / "tests/keras_files.py"), str(folder)], [str(ROOT / "examples" / "from_tensorflow.py"), *SMALL]]
     code = f"""
-import runpy, sys
+import os, runpy, sys
 for sys.argv in {runs!r}:
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.path[0] = os.path.dirname(sys.argv[0])  # as if Python had started the script
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:  # the example ends its process
+        if end.code:
+            raise
 """
     folders = os.pathsep.join([str(ROOT), str(ROOT / "examples")])  # examples import `support` from their folder
     environment = os.environ | {"PYTHONPATH": folders, "CUDA_VISIBLE_DEVICES": ""}

@@ -252,3 +252,19 @@ def test_wrong_shapes_and_integers_are_refused():
             make()
     with pytest.raises(ValueError, match=r"Wh must have shape \[2, G \* H, H\] but got shape \[4, 4\]"):
         keras.bidirectional_to_keras(keras.rnn_to_keras, keras.rnn_from_keras(kernel, recurrent))
+
+
+def test_arrays_of_both_directions_are_checked_before_they_are_parted():
+    arrays = {"Wx": mx.ones((8 * H, I)), "Wh": mx.ones((2, 4 * H, H)), "b": mx.ones(8 * H)}
+    for name, value, rule in (
+        ("b", mx.ones(8 * H + 1), r"b must have shape \[32\] but got shape \[33\]"),
+        ("Wx", mx.ones((8 * H + 1, I)), r"Wx must have shape \[32, I\] but got shape \[33, "),
+        ("b", [1.0] * 8 * H, "b must be an mlx.core.array: .* but got list"),
+        ("bias", mx.ones(8 * H), "the name of an array must be one of 'Wx', .* but got 'bias'"),
+    ):
+        with pytest.raises(ValueError, match=rf"^\[bidirectional_to_keras\] {rule}"):
+            keras.bidirectional_to_keras(keras.lstm_to_keras, arrays | {name: value})
+    rule = r"^\[convert\] arrays must hold numbers, in rows of equal length,"
+    for call in (keras.lstm_from_keras, lambda *a: keras.bidirectional_from_keras(keras.lstm_from_keras, a)):
+        with pytest.raises(ValueError, match=rule):
+            call([[1.0], [1.0, 2.0]], np.ones((H, 4 * H)))

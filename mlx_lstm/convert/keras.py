@@ -229,8 +229,9 @@ def direction(
     for Keras' order.
     """
     G = CELLS[kind].gates
-    kernel, recurrent_kernel, bias = [*arrays, None][:3]  # a missing bias is None
-    shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
+    whole = [*arrays, None][:3]  # a missing bias is None
+    kernel, recurrent_kernel, bias = (None if array is None else to_mlx(array) for array in whole)
+    shapes = [() if array is None else array.shape for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0
     if len(shapes[0]) != 2 or shapes[0][1] != G * H or shapes[1] != (H, G * H):
         rule = f"kernel and recurrent_kernel{of} must have shapes [I, {times(G)}] and [H, {times(G)}]"
@@ -238,8 +239,8 @@ def direction(
     if bias is not None and shapes[2] not in [(*shape[:-1], shape[-1] * H) for shape in biases]:
         rule = " or ".join(f"[{', '.join([*map(str, shape[:-1]), times(shape[-1])])}]" for shape in biases)
         fail(op, f"bias{of} must have shape {rule}", f"shape {list(shapes[2])}")
-    given = dict(zip(NAMES, (kernel, recurrent_kernel, bias), strict=True))
-    given = {name: to_mlx(array) for name, array in given.items() if array is not None}
+    named = zip(NAMES, (kernel, recurrent_kernel, bias), strict=True)
+    given = {name: array for name, array in named if array is not None}
     for name, array in given.items():
         check_array(op, name + of, array, array.shape)  # checks the dtype only
     # Move the gates from Keras' order (FORMAT.orders) to the order of `Weights` (OURS).
