@@ -127,7 +127,7 @@ def test_jax_reads_the_same_buffer():
     jax = pytest.importorskip("jax")
     rnn = pytest.importorskip("jax.experimental.rnn")
     # In jax 0.6, the newest for Python 3.10, jax itself lacks the name.
-    enable_x64 = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
+    enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
     L, D = 2, 2
     case = draw(L, mode="lstm", L=L, D=D, T=5, N=3, I=4, H=3, P=0, lengths=np.array([5, 2, 3]))
     sizes = case.I, case.H, L, D == 2
