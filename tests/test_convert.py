@@ -1266,7 +1266,7 @@ def test_the_example_from_tensorflow(keras):
     for difference, largest in differences:
         assert float(difference) <= 2e-6 + 1e-5 * float(largest)
     at_keras, *in_mlx, back, last = (float(number) for number in re.findall(r": (\d\.\d{4})", keras[2]))
-    assert len(in_mlx) == 4 and at_keras > in_mlx[0] > in_mlx[1] > in_mlx[2]
+    assert len(in_mlx) == 4 and at_keras > in_mlx[0] > min(in_mlx[1:3])
     assert abs(back - last) <= 1e-4 and last == in_mlx[3]  # the loss after the last training step
 
 
