@@ -1461,6 +1461,11 @@ def test_classes_that_derive_from_those_of_keras(ending, tmp_path):
     layer = type("LSTM", (), {"get_weights": list, "name": "lstm"})()
     with pytest.raises(ValueError, match="Bidirectional of Keras but got LSTM of"):
         convert.from_keras(layer)
+    # A cell without the options of Keras' cells may compute anything, such as the cell without tanh of Keras' guide.
+    layers[1] = spec("RNN", "rnn", cell=spec("pack>MinimalRNNCell", "cell", units=H))
+    with pytest.raises(ValueError, match=r"the cell of rnn must be of a class of Keras .* but got pack>Minimal"):
+        convert.read(write(3))
+    assert list(convert.read(write(3), only=["mine", "same"]).layers) == ["mine", "same"]
 
 
 @pytest.mark.parametrize(

@@ -354,6 +354,7 @@ def gathered(
         try:
             for key in (key for way in ways for key in more.get(cell_of(way), [])):
                 fail("convert", f"{shown(name)} must have no arrays but {', '.join(NAMES)}", shown(key))
+            check_cell(config, name)
             found[name] = from_arrays("convert", arrays_of_ways, read_as, name, slope=slope)
             if read_as is None:
                 silent.append(name)
@@ -392,7 +393,8 @@ def told_layers(layers: Mapping[str, list[Direction]], known: Sequence[Known], l
     # both names, take the layer whose other names are in the path, too.
     ends: dict[tuple[str, str], list[Known]] = {}
     for each in known:
-        if of_keras(each.config, "LSTM") is not None:  # it describes a single recurrent cell, maybe in a Bidirectional
+        # The entry describes a single recurrent cell, maybe in a Bidirectional, or maybe a user's cell.
+        if of_keras(each.config, "LSTM") is not None or own_cell(each.config):
             ends.setdefault((each.path[0], each.path[-1]), []).append(each)
     for key in layers.keys() - told.keys():
         outermost, _, inner = layers[key][0].keys[0].partition("//")
@@ -425,6 +427,23 @@ def of_keras(spec: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
     if spec["class_name"] in (*KINDS, "Bidirectional") and is_of_keras(spec):
         return spec
     return {"class_name": kind, "config": config} if "recurrent_initializer" in config else None
+
+
+def own_cell(config: Mapping[str, Any]) -> str:
+    """Return the class of the cell of an `RNN` of Keras if it is a user's class that derives from no class of Keras;
+    else an empty text."""
+    cell = config["config"].get("cell")
+    if config["class_name"] != "RNN" or not is_spec(cell) or cells_of(config) or of_keras(cell, "LSTM") is not None:
+        return ""
+    return str(cell["class_name"])
+
+
+def check_cell(config: Mapping[str, Any] | None, name: str) -> None:
+    """Raise ValueError for a layer whose `own_cell` is not empty: nothing says what such a cell computes. config: the
+    layer's description, if the file has one. name: the layer's name, for the error text."""
+    if config is not None and (kind := own_cell(config)):
+        rule = f"the cell of {shown(name)} must be of a class of Keras or of one derived from it"
+        fail("convert", rule, shown(kind))
 
 
 def kind_of(kernel: Any, recurrent_kernel: Any, *_: Any) -> str:
