@@ -226,13 +226,12 @@ def test_a_judge_refuses_every_lie(judge, problem):
 def test_a_difference_in_any_layer_and_direction_is_named():
     """`convert.differences` compares the arrays of every layer and of both directions."""
     rng = np.random.default_rng(0)
-    shapes = {"Wx": (12, 4), "Wh": (12, 3), "bx": (12,)}
-    arrays = {
-        (k, d, n): rng.normal(size=s).astype(np.float32) for k in range(2) for d in range(2) for n, s in shapes.items()
-    }
+    shapes = [{"Wx": (12, I), "Wh": (12, 3), "bx": (12,)} for I in (4, 6)]  # by layer
+    places = [(k, d, name) for k in range(2) for d in range(2) for name in shapes[k]]
+    arrays = {(k, d, name): rng.normal(size=shapes[k][name]).astype(np.float32) for k, d, name in places}
 
     def weights(arrays):
-        layers = [[{n: mx.array(arrays[k, d, n]) for n in shapes} for d in range(2)] for k in range(2)]
+        layers = [[{n: mx.array(arrays[k, d, n]) for n in shapes[k]} for d in range(2)] for k in range(2)]
         return Weights(LSTMCell(), layers, False)
 
     assert differences(weights(arrays), weights(arrays)) == []

@@ -22,7 +22,8 @@ from test_cudnn import assert_double
 from test_torch import drawing, run_ours, run_torch
 
 import mlx_lstm.torch
-from mlx_lstm import cudnn, gru, keras, lstm, rnn
+from mlx_lstm import convert, cudnn, gru, keras, lstm, rnn
+from mlx_lstm.nn import from_weights
 
 ENGINES = ("numpy", "ops")
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -367,6 +368,51 @@ def test_cells_by_their_formulas(engine, name):
     if "c0" in case:
         expected |= {"c": np.stack([each[0] for each in found]), "cT": states[0]}
     assert_equal(engine, case, expected, np.float64)
+
+
+def of_flax(p, op, gates):
+    """Make flax's dict of parameters from our arrays, and `Weights` from this dict, as docs/convert.md says."""
+    names = {side: [side + gate for gate in gates] for side in "ih"}
+    biased = names["h" if op == "lstm" else "i"]  # in an LSTM the products with h have a bias, in a GRU those with x
+    params = {}
+    for side, key in (("i", "Wx"), ("h", "Wh")):
+        blocks = np.split(p[key], len(gates))
+        params |= {name: {"kernel": block.T} for name, block in zip(names[side], blocks, strict=True)}
+    for name, block in zip(biased, np.split(p["b"], len(gates)), strict=True):
+        params[name]["bias"] = block
+
+    def joined(names, part):
+        return np.concatenate([params[name][part].T for name in names])
+
+    arrays = {"Wx": joined(names["i"], "kernel"), "Wh": joined(names["h"], "kernel"), "b": joined(biased, "bias")}
+    return convert.from_ops(op, [arrays | ({"bhn": p["bhn"]} if op == "gru" else {})])
+
+
+def of_equinox(p, **more):
+    return convert.from_names({"weight_ih": p["Wx"], "weight_hh": p["Wh"], "bias": p["b"]} | more)
+
+
+CONVERTED = {
+    "equinox LSTMCell": of_equinox,
+    "equinox GRUCell": lambda p: of_equinox(p, bhn=p["bhn"]),
+    "haiku LSTM": lambda p: convert.from_tf(np.concatenate([p["Wx"], p["Wh"]], 1).T, p["b"]),
+    "flax LSTMCell, OptimizedLSTMCell": lambda p: of_flax(p, "lstm", "ifgo"),
+    "flax GRUCell": lambda p: of_flax(p, "gru", "rzn"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_converted_weights_of_equinox_haiku_and_flax(name):
+    step, options, _ = CELLS[name]
+    p = draw(np.random.default_rng(4), sizes=(6, 3, 4, 5, 5), **options)
+    states, found = [np.zeros((3, 5))] * (2 if "c0" in p else 1), []
+    for x in p["x"]:
+        states = step(p, x, *states)
+        found.append(states[-1])
+    with mx.stream(mx.cpu):
+        layer = from_weights(CONVERTED[name](p))
+        output, _ = layer(mx.array(p["x"], mx.float64).swapaxes(0, 1))
+    np.testing.assert_allclose(np.array(output).swapaxes(0, 1), found, atol=1e-13)
 
 
 # --- Keras -----------------------------------------------------------------------------------------------------------

@@ -350,7 +350,10 @@ def arranged(
     ):
         return [(name, whole)]
     # The layers do not fit together, so each of them becomes a stack. ways_of: the directions of each layer. A forward
-    # and a reverse direction with the same number are one layer, unless one of the directions occurs twice.
+    # and a reverse direction with the same number are one layer, unless one of the directions occurs twice. Two layers
+    # of different sizes, and no others, are not one: a model calls them forward and backward, and joins their outputs.
+    shapes = {(arrays["Wx"].shape, arrays["Wh"].shape) for group in groups for arrays in parts[group.form]}
+    alike = len(groups) > 2 or len(shapes) == 1
     ways_of: dict[int | None, list[int | None]] = {}
     for group in groups:
         ways_of.setdefault(group.layer, []).append(group.way)
@@ -358,7 +361,7 @@ def arranged(
     for group in groups:
         # A layer with both directions is one stack, named by the name and the layer's number. Any other layer is a
         # stack with one direction, number 0, named by the text `own`.
-        both = len(ways_of[group.layer]) == 2 and set(ways_of[group.layer]) == {0, 1}
+        both = alike and len(ways_of[group.layer]) == 2 and set(ways_of[group.layer]) == {0, 1}
         label = name + (f".{group.layer}" if group.layer is not None else "") if both else group.own
         # Each of these stacks has one layer, number 0.
         stacks.setdefault(label.lstrip("."), {})[0, group.way or 0 if both else 0] = group

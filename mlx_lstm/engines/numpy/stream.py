@@ -48,9 +48,9 @@ class StreamedLayer:
             Wx = v["Wx"] if bias is None else np.concatenate([v["Wx"], bias[:, None]], axis=1)
             # A large matrix is divided into blocks, each so small that BLAS computes its product in one thread.
             # product: a view of `inputs`, divided like the weights.
-            self.inputs = np.empty((len(Wx), B), dtype)
+            inputs: Array = np.empty((len(Wx), B), dtype)
             self.weights = in_blocks(np.ascontiguousarray(Wx), B, streamed=True)
-            self.product = self.inputs.reshape(*self.weights.shape[:-1], -1)
+            self.inputs, self.product = inputs, inputs.reshape(*self.weights.shape[:-1], -1)
             self.column: Array = np.ones((Wx.shape[1], B), dtype)  # [x; 1]
             self.x_rows: list[Array] = 2 * [self.column[:I]]  # the same memory for k = 0 and 1
         else:

@@ -110,6 +110,6 @@ def state(case: CompareCase, name: str, device: str) -> Any:
     import torch
 
     N, numbers = case.arrays["source"].shape[1], case.directions * case.hidden
-    array = case.arrays.get(name, np.zeros((N, numbers), case.arrays["source"].dtype))
+    array = case.arrays[name] if name in case.arrays else np.zeros((N, numbers), case.arrays["source"].dtype)
     stacked = np.stack(np.split(array, case.directions, axis=-1))
     return torch.tensor(stacked, device=device, requires_grad=name in case.arrays)
