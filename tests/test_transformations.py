@@ -299,6 +299,13 @@ def test_a_compiled_function_may_run_an_own_cell_twice():
     mx.compile(loss)(*arrays)
 
 
+@pytest.mark.parametrize("op, G", [("lstm", 4), ("gru", 3)])
+def test_a_compiled_gradient_may_run_one_step_twice(op, G):
+    """MLX cannot compile two equal splits of the preactivations, which are a sum of two products."""
+    arrays, loss = steps_of(getattr(recurrence, op), [(1, 1, 2), (2 * G, 2), (2 * G, 2), (2 * G,)])
+    mx.compile(gradient(lambda *arrays: loss(*arrays) + 2 * loss(*arrays), 4))(*arrays)
+
+
 def test_compiled_derivatives_of_slstm():
     """MLX cannot compile some graphs with three equal operations, so `slstm` computes no comparison twice."""
 

@@ -170,7 +170,7 @@ def step(
     if cell.cell_clip is not None or cell.projection_clip is not None:
         of |= limits_of(cell, c, h)
     if "peephole" in arrays:  # `named` divides an array into w0, w1, ..., one part for each gate
-        of |= named("w", cell, arrays["peephole"][None])  # [None], as in `split_apart`
+        of |= named("w", cell, arrays["peephole"])
     # Products and sums are separate operations, because MLX 0.32.4 refuses mx.addmm under mx.vmap over x alone.
     if cell.reset == "before":  # a GRU whose candidate multiplies r * h_in by Wh; the products are added below
         of |= named("x", cell, z)
@@ -239,11 +239,8 @@ def by_gate(cell: AnyCell, array: Array) -> dict[str, Array]:
 
 def split_by_gate(cell: AnyCell, array: Array) -> list[Array]:
     """Split an array [.., GH] into its parts [.., H], one for each gate."""
-    if cell.gates == 1:
-        return [array]
-    # With layer normalisation the array may be the result of an elementwise operation, its scale: see `split_apart`.
-    split = mx.split if cell.norm is None else split_apart
-    return list(split(array, cell.gates, axis=-1))
+    # An elementwise operation may have computed the array, such as the sum of both products: see `split_apart`.
+    return [array] if cell.gates == 1 else split_apart(array, cell.gates, axis=-1)
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -321,7 +318,7 @@ class StepBackward:
         self.graph = graph = graph_of(cell, arrays, exposes)
         # fixed: the graph's inputs that are the same at every step, by name: peephole weights (w), the matrix of a
         # second product (W0), the norm of c (N0).
-        fixed: dict[str, Any] = named("w", cell, arrays["peephole"][None]) if "peephole" in arrays else {}
+        fixed: dict[str, Any] = named("w", cell, arrays["peephole"]) if "peephole" in arrays else {}
         if graph.has_product():
             W = arrays["Wp"] if "Wp" in arrays else self.Wh[cell.block("n", H)]
             fixed |= {"W0": W, "W0T": W.T}
