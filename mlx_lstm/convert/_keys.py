@@ -28,7 +28,7 @@ from .keras import NAMED, arrays_of, direction
 from .keras import NAMES as KERAS_NAMES
 from .layers import check_keys
 from .mlx import to_ops
-from .torch import SOURCE, assembled, gates_of, refuse_source
+from .torch import assembled, gates_of, refuse_source, source_of
 from .weights import OF_GATES, OURS, Weights, as_stored, from_one_bias, gate_order, of_layer, rows_reordered
 from .weights import to_mlx as as_mlx
 
@@ -132,10 +132,10 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
         name = fields.get("name") or ""
         own = ".".join(str(part) for part in (name, layer, fields.get("way")) if part not in (None, ""))
         return fields["array"], Group(own, name, layer, way, layer is not None, {}, form)
-    # Without a template, recognise the usual keys: of PyTorch first, then of all other formats. source: the match if
+    # Without a template, recognise the usual keys: of PyTorch first, then of all other formats. source: not None if
     # torch computes a weight from this array. It belongs to the group of the weight, so that `words_of` refuses both.
-    source = SOURCE.fullmatch(key)
-    path, dot, last_part = (source[1] + source[2] if source else key).rpartition(".")
+    source = source_of(key)
+    path, dot, last_part = (source.path + source.weight if source else key).rpartition(".")
     if match := TORCH_LEAF.fullmatch(last_part):  # match: 1 the leaf, 2 the layer's number, 3 "_reverse" or None
         form = f"{path}{dot}\0{last_part[match.end(1) :]}"
         own = f"{path}{dot}{last_part[match.end(1) + 1 :]}"  # such as lstm.l0, which error texts print
@@ -388,8 +388,8 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
     or two if both directions share the group's arrays. Raise a ValueError that names a missing or unexpected key.
     arrays: all arrays of the file, by key. order: the gate order in the file, or None for the usual one."""
     for leaf in group.keys:
-        if match := SOURCE.fullmatch(leaf):
-            refuse_source("convert", match)
+        if source := source_of(leaf):
+            refuse_source("convert", source)
     # Both matrices of a layer must be there: `PARTNERS` has their leaves (the last parts of their keys) in each format.
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):

@@ -7,7 +7,7 @@ name in `Weights`: Wx, Wh, bx, bh or Wp (a projection).
 
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 
@@ -38,10 +38,10 @@ advice for an error text. With such an array beside it, the weight itself is mis
 drop leaves the weight of the last training step there, with its zeros."""
 
 SOURCE = re.compile(
-    r"(.*?)(?:parametrizations\.)?((?:weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)_l\d+(?:_reverse)?)"
+    r"(?:parametrizations\.)?((?:weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)_l\d+(?:_reverse)?)"
     rf"({'|'.join(map(re.escape, SOURCES))})\d*"
 )
-"""Matches the key of such an array: 1 the path, 2 the name of the weight, 3 the end of the name."""
+"""Matches the end of the key of such an array, after the path: 1 the name of the weight, 2 the end of the name."""
 
 
 def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> Weights:
@@ -83,8 +83,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     check_prefix(op, whole, arrays, prefix)
     for key in whole:
         # Weight drop wraps a layer in a module of its own, which calls the layer `module` and holds the sources.
-        if (match := SOURCE.fullmatch(key)) and match[1] in (prefix, prefix.removesuffix("module.")):
-            refuse_source(op, match)
+        if (source := source_of(key)) and source.path in (prefix, prefix.removesuffix("module.")):
+            refuse_source(op, source)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}  # by (layer, direction), the arrays by name
     # The arrays of a cell, such as LSTMCell, have no layer and no direction in their names: two empty groups match.
     is_cell = f"{prefix}weight_hh" in arrays
@@ -105,11 +105,30 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     return assembled(op, parts, title, {"activation": nonlinearity})
 
 
-def refuse_source(op: str, match: re.Match[str]) -> NoReturn:
-    """Raise ValueError for an array from which torch computes a weight of a layer. match: the match of `SOURCE` with
-    the array's key."""
-    rule = f"{match[2]} must not be computed from another array: {SOURCES[match[3]]},"
-    fail(op, rule, shown(match.string))
+class Source(NamedTuple):
+    """An array from which torch computes a weight of a layer: its key, the path of the layer with a dot at its end, the
+    weight's name, such as weight_hh_l0, and the end of the array's name, one of `SOURCES`."""
+
+    key: str
+    path: str
+    weight: str
+    end: str
+
+
+def source_of(key: str) -> Source | None:
+    """Return the parts of a key if it is that of an array from which torch computes a weight; else None."""
+    # The name follows the last dot, or, as in parametrizations.weight_hh_l0.original0, the last but two. The pattern is
+    # not searched in the whole key, because a foreign file may have very long keys.
+    for parts in (1, 3):
+        tail = ".".join(key.rsplit(".", parts)[-parts:])
+        if match := SOURCE.fullmatch(tail):
+            return Source(key, key[: len(key) - len(tail)], match[1], match[2])
+    return None
+
+
+def refuse_source(op: str, source: Source) -> NoReturn:
+    """Raise ValueError for an array from which torch computes a weight of a layer."""
+    fail(op, f"{source.weight} must not be computed from another array: {SOURCES[source.end]},", shown(source.key))
 
 
 def check_forward(op: str, layer: object) -> None:
