@@ -1468,6 +1468,25 @@ def test_classes_that_derive_from_those_of_keras(ending, tmp_path):
     assert list(convert.read(write(3), only=["mine", "same"]).layers) == ["mine", "same"]
 
 
+def test_a_function_of_the_user_is_no_activation_of_keras():
+    """Keras writes the mere name of a user's function into a layer's configuration if one of its own functions has the
+    same name, such as the hard_sigmoid of Keras 2 in a program for Keras 3."""
+
+    def hard_sigmoid(x):
+        return np.clip(0.2 * x + 0.5, 0, 1)
+
+    arrays = [np.ones((I, 4 * H)), np.ones((H, 4 * H)), np.ones(4 * H)]
+    config = {"name": "lstm", "recurrent_activation": "hard_sigmoid"}
+    made = {"__module__": "keras.src.layers", "get_weights": lambda layer: arrays, "get_config": lambda layer: config}
+    layer = type("LSTM", (), made)()
+    layer.name, layer.recurrent_activation = "lstm", hard_sigmoid
+    with pytest.raises(ValueError, match="activation of lstm must be a function of Keras but got hard_sigmoid of "):
+        convert.from_keras(layer)
+    for module in ("keras.src.activations", "tensorflow.python.ops", None):
+        hard_sigmoid.__module__ = module
+        assert convert.from_keras(layer).options["activations"][0] == "hard_sigmoid_sixth"
+
+
 @pytest.mark.parametrize(
     "ways",
     [

@@ -57,8 +57,8 @@ def from_keras(*layers: Any) -> Weights:
         Weights: in the dtypes of the layers; the two biases of a GRU stay separate.
 
     Raises:
-        ValueError: a layer of another class, an activation that this package lacks, layers whose sizes do not fit, or a
-            later layer with go_backwards.
+        ValueError: a layer of another class, an activation that this package lacks or that is a function of the user's
+            own, layers whose sizes do not fit, or a later layer with go_backwards.
     """
     op = "from_keras"
     if not layers:
@@ -75,11 +75,26 @@ def from_keras(*layers: Any) -> Weights:
             fail(op, f"layers must be LSTM, GRU, SimpleRNN or Bidirectional of Keras{whole}", got)
         config = {"class_name": kind, "config": layer.get_config()}
         both = [layer.forward_layer, layer.backward_layer] if kind == "Bidirectional" else [layer]
+        check_functions(op, both, layer.name)
         ways = [way.get_weights() for way in both]  # the arrays of each direction
         if not all(ways):
             fail(op, "layers must be built", f"{layer.name} without weights")
         parts.append(from_arrays(op, ways, config, layer.name))
     return stack(op, parts)
+
+
+def check_functions(op: str, layers: Sequence[Any], name: str) -> None:
+    """Raise ValueError if an activation of a layer is a user's own function: Keras writes only the name of a function
+    into a layer's configuration if one of its own functions has this name, too, such as hard_sigmoid. layers: the
+    layers of both directions, or one layer. name: the layer's name, for the error text."""
+    for layer in layers:
+        for option in ("activation", "recurrent_activation"):
+            function = getattr(layer, option, None)
+            # Functions written in C have no module.
+            module = getattr(function, "__module__", None) or "keras"
+            if module.partition(".")[0] not in (*PACKAGES, "jax", "torch"):
+                called = getattr(function, "__name__", type(function).__name__)
+                fail(op, f"{option} of {name} must be a function of Keras", f"{called} of {module}")
 
 
 def stack(op: str, parts: Sequence[Weights]) -> Weights:
