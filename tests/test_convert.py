@@ -398,6 +398,15 @@ def test_outputs_of_torch():
     replaced.forward = lambda *arguments: 0
     with pytest.raises(ValueError, match="LSTM, which redefines forward"):
         convert.from_torch(replaced)
+    # `torch.jit.trace` returns an object with the parameters of a layer, but without its nonlinearity.
+    states = {"rnn": torch.nn.RNN(I, H, nonlinearity="relu").state_dict(), "lstm": torch.nn.LSTM(I, H).state_dict()}
+    traced = {
+        kind: type("Traced", (), {"state_dict": lambda _, state=state: state})() for kind, state in states.items()
+    }
+    with pytest.raises(ValueError, match=r"the layer must have its nonlinearity: .* but got Traced without it"):
+        convert.from_torch(traced["rnn"])
+    assert convert.from_torch(traced["lstm"]).cell.op == "lstm"
+    assert convert.from_torch(states["rnn"], nonlinearity="relu").options == {"activation": "relu"}
     halves = torch.nn.LSTM(I, H).to(torch.bfloat16)
     again = convert.to_torch(convert.from_torch(halves))
     for key, value in halves.state_dict().items():

@@ -60,8 +60,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         Weights: the arrays as they are, in their dtypes.
 
     Raises:
-        ValueError: a key is missing or is no key of torch, a shape does not fit, or a layer of torch, or a class
-            derived from one, has its own `forward`.
+        ValueError: a key is missing or is no key of torch, a shape does not fit, a layer of torch, or a class derived
+            from one, has its own `forward`, or a plain RNN, such as a traced one, has lost its nonlinearity.
 
     Example:
         >>> from mlx_lstm import convert, torch
@@ -81,9 +81,9 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         rule = "arrays must be a layer, not a model of MLX: pass model.lstm or what the layer is called,"
         fail(op, rule, sorted(whole))
     check_prefix(op, whole, arrays, prefix)
-    for key in whole:
-        # Weight drop wraps a layer in a module of its own, which calls the layer `module` and holds the sources.
-        if (source := source_of(key)) and source.path in (prefix, prefix.removesuffix("module.")):
+    # Weight drop wraps a layer in a module of its own, which calls the layer `module` and holds the sources.
+    for source in filter(None, map(source_of, whole)):
+        if source.path in (prefix, prefix.removesuffix("module.")):
             refuse_source(op, source)
     parts: dict[tuple[int, int], dict[str, mx.array]] = {}  # by (layer, direction), the arrays by name
     # The arrays of a cell, such as LSTMCell, have no layer and no direction in their names: two empty groups match.
@@ -102,7 +102,18 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     def title(layer: int, way: int, word: str) -> str:
         return f"{prefix}{KEYS[word]}" + ("" if is_cell else f"_l{layer}{WAYS[way]}")
 
-    return assembled(op, parts, title, {"activation": nonlinearity})
+    weights = assembled(op, parts, title, {"activation": nonlinearity})
+    check_nonlinearity(op, layer, weights)
+    return weights
+
+
+def check_nonlinearity(op: str, layer: object, weights: Weights) -> None:
+    """Raise ValueError for a plain RNN that is an object without the attribute `nonlinearity`, such as a traced layer.
+    layer: the layer; None or a dict if the caller passed a dict, whose nonlinearity is an argument."""
+    is_told = layer is None or isinstance(layer, Mapping) or hasattr(layer, "nonlinearity")
+    if weights.cell.op == "rnn" and not is_told:
+        rule = "the layer must have its nonlinearity: pass its state_dict() and nonlinearity=,"
+        fail(op, rule, f"{type(layer).__name__} without it")
 
 
 class Source(NamedTuple):
