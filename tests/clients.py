@@ -265,11 +265,12 @@ class Codec(nn.Module):
 
 
 class TwoBiases(nn.Module):
-    """A bidirectional LSTM layer of a speech synthesizer, written without `mlx.nn.LSTM`. Each direction has two
-    biases."""
+    """A bidirectional LSTM layer of a speech synthesizer, written without `mlx.nn.LSTM`. Each direction has two biases.
+    As in torch, the attribute `bias` says whether there are any."""
 
     def __init__(self):
         super().__init__()
+        self.bias = True
         for way in ("forward", "backward"):
             shapes = {"Wx": (4 * H, D), "Wh": (4 * H, H), "bias_ih": (4 * H,), "bias_hh": (4 * H,)}
             for name, shape in shapes.items():

@@ -29,8 +29,10 @@ NONLINEARITIES: dict[Callable[..., Any], str] = {
 OF_MLX = (nn.LSTM, nn.GRU, nn.RNN)
 """The recurrent layers of `mlx.nn`."""
 
-OPTIONAL = re.compile(r"bias_(ih|hh)(_l\d+(_reverse)?)?|(recurrent_)?bias|b(hn)?|peephole")
-"""A pattern of the names, in all formats, of parameters that a layer may lack."""
+OPTIONAL = re.compile(
+    r"(bias_(ih|hh)(_l\d+)?|(recurrent_)?bias|b(hn)?|peephole)(_(forward|fwd|backward|bwd|back|reverse))?"
+)
+"""A pattern of the names, in all formats, of parameters that a layer may lack, maybe with a word for the direction."""
 
 HARMLESS = {"op", "stepper", "train", "eval", "_extra_repr"}
 """The names that a subclass of a layer may redefine without changing what the layer computes."""
@@ -92,7 +94,7 @@ def describe(op: str, name: str, layer: Any) -> Description:
             others[key] = "module" if isinstance(value, nn.Module) else type(value).__name__
         elif OPTIONAL.fullmatch(key):
             strays[key] = value
-    if strays.get("bias") is True and any(map(OPTIONAL.fullmatch, arrays)):  # torch's flag, next to bias_ih_l0
+    if strays.get("bias") is True and any(map(OPTIONAL.fullmatch, arrays)):  # torch's flag, next to bias_ih_l0 or so
         del strays["bias"]
     # The class of an unknown object (known is None) does not say what the object computes. So its attributes must not
     # change the formula: `DEFAULTS` has the attributes that could, and their values that change nothing.
