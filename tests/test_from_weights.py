@@ -2,12 +2,13 @@
 call of the op per layer with this option."""
 
 import mlx.core as mx
+import mlx.nn
 import numpy as np
 import pytest
 from clients import assert_by_differences
 from mlx.utils import tree_flatten
 
-import mlx_lstm
+import mlx_lstm.cells
 from mlx_lstm import convert, nn
 from mlx_lstm.nn import _from_weights
 from mlx_lstm.nn._from_weights import Call
@@ -141,6 +142,30 @@ def test_checkpoint_every_reaches_the_call(monkeypatch):
     for every in (2, "auto", None):
         nn.from_weights(WEIGHTS, checkpoint_every=every)(mx.zeros((B, T, I)))
     assert given == [2, "auto", None]
+
+
+@pytest.mark.parametrize("layer", ["from_weights", "pointwise"])
+def test_a_frozen_layer_in_a_model_that_is_trained(layer):
+    """A layer whose arrays are in a list is frozen, by itself or with the whole model. `mlx.nn.value_and_grad` then
+    gives the gradients of the other layers only, and after `unfreeze` those of all arrays."""
+    if layer == "pointwise":
+        own = nn.Pointwise(mlx_lstm.cells.peephole_lstm, I, H, gates=4, states=2, params=3)
+    else:
+        layers = [arrays_of("gru", n, 2, {}) for n in range(2)]
+        own = nn.from_weights(convert.from_ops("gru", layers, bidirectional=True))
+    x, width = mx.random.normal((B, T, I)), own(mx.zeros((B, T, I)))[0].shape[-1]
+    model = mlx.nn.Sequential(own, lambda outputs: outputs[0], mlx.nn.Linear(width, 1))
+    gradients = mlx.nn.value_and_grad(model, lambda model: model(x).square().sum())
+    every, head = {name for name, _ in tree_flatten(model.parameters())}, {"layers.2.weight", "layers.2.bias"}
+    key = "params" if layer == "pointwise" else "layers"
+    for change, trained in (
+        (own.freeze, head),
+        (lambda: own.unfreeze(keys=key), head | {name for name in every if name.startswith(f"layers.0.{key}.")}),
+        (lambda: (model.freeze(), model.layers[2].unfreeze()), head),
+        (model.unfreeze, every),
+    ):
+        change()
+        assert {name for name, _ in tree_flatten(gradients(model)[1])} == trained
 
 
 def test_the_mode_reaches_the_call_and_the_engine_the_stepper(monkeypatch):

@@ -239,6 +239,20 @@ def test_a_difference_in_any_layer_and_direction_is_named():
         assert differences(weights(arrays), weights(arrays | {key: one(2.0)(array)})) == [key[2]], key
 
 
+def test_a_bias_in_one_of_two_weights_and_other_sizes_are_differences():
+    """A bias that only one of them has is a difference, unless it is 0. So are sizes, even if the bytes are equal."""
+
+    def weights(H, P, I, **more):
+        shapes = {"Wx": (4 * H, I), "Wh": (4 * H, P), "Wp": (P, H)}
+        ones = {name: mx.ones(shape) for name, shape in shapes.items()}
+        return Weights(LSTMCell(), [[ones | more]], False)
+
+    plain, zeros, ones = weights(4, 1, 2), weights(4, 1, 2, bx=mx.zeros(16)), weights(4, 1, 2, bx=mx.ones(16))
+    assert differences(plain, zeros) == differences(zeros, plain) == []
+    assert differences(plain, ones) == differences(ones, plain) == ["bx"]
+    assert differences(plain, weights(2, 2, 4)) == ["Wx", "Wh", "Wp"]
+
+
 def test_bounds_at_the_limits():
     """A bound of 0 accepts equal numbers only. Infinity accepts every finite number of the right shape. NaN accepts
     nothing."""

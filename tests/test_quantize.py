@@ -466,6 +466,20 @@ def test_a_model_stays_as_it_was_where_a_layer_is_refused():
     assert [type(layer) for layer in model.layers] == [nn.Linear, mlx_lstm.nn.GRU, mlx_lstm.nn.GRU]
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, mlx_lstm.nn.RNN])
+def test_a_nonlinearity_that_no_quantized_layer_has_is_refused_before_the_model_changes(kind):
+    rule = r"\[nn.QuantizedRNN\] nonlinearity must be MLX's tanh, relu or sigmoid here, .*"
+    layer, ours = kind(64, 64, nonlinearity=nn.silu), mlx_lstm.nn.RNN(64, 64, nonlinearity=nn.silu)
+    with pytest.raises(ValueError, match=rule):
+        mlx_lstm.nn.QuantizedRNN.from_layer(layer)
+    with pytest.raises(ValueError, match=rule):
+        mlx_lstm.nn.QuantizedRNN(64, 64, nonlinearity=nn.silu)
+    model = nn.Sequential(nn.Linear(64, 64), ours)
+    with pytest.raises(ValueError, match=rule + "The layer is layers.1 of the model."):
+        mlx_lstm.nn.quantize(model)
+    assert [type(layer) for layer in model.layers] == [nn.Linear, mlx_lstm.nn.RNN]
+
+
 def test_float_layers_that_stay_are_named():
     """`quantize` names recurrent layers that stay in float: layers of MLX, subclasses, cells, and layers of other
     packages, and layers in a tuple. It does not name layers that `class_predicate` leaves out."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from ..engines.cells import GRUCell, LSTMCell
 from ..ground.checks import fail
@@ -178,3 +179,18 @@ def activation_of(nonlinearity: object, op: str = "nn.RNN") -> str:
             return name
     rule = "nonlinearity must be MLX's tanh, relu or sigmoid here, because no kernel or stepper has another,"
     fail(op, rule, repr(nonlinearity))
+
+
+def whole_lists(layer: nn.Module, keys: list[str]) -> list[str]:
+    """Return the keys that `freeze` gets, with the key of a list, such as "params", in place of the keys of all its
+    arrays, "params.0" and so on.
+
+    If a layer is frozen as a whole, MLX freezes each array of a list by itself. The trainable parameters then have an
+    empty dict in its place, which `mlx.nn.value_and_grad` of the model refuses.
+    """
+    for name, value in layer.items():
+        flat: Any = tree_flatten(value) if isinstance(value, (list, dict)) else []
+        own = {f"{name}.{key}" for key, _ in flat}
+        if own and own <= set(keys):
+            keys = [*(key for key in keys if key not in own), name]
+    return keys

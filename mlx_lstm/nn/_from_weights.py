@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..convert import Weights, to_ops
+from ..convert.layers import whole_lists
 from ..engines.choice import Engine, check_engine
 from ..engines.problem import Arrays
 from ..ground.checks import check_array, check_every, fail, in_the_name_of
@@ -57,6 +58,10 @@ class Recurrence(nn.Module):
         self._cell, self._is_reverse = weights.cell, weights.reverse
         # (D, I, H, P); P is 0 without a projection.
         self._sizes = weights.directions, weights.input_size, weights.hidden_size, weights.proj_size
+
+    def _validate_keys(self, keys: Any, strict: bool) -> list[str]:
+        # MLX's `freeze` and `unfreeze`, also those of a whole model, call this method.
+        return whole_lists(self, super()._validate_keys(keys, strict))
 
     def _extra_repr(self) -> str:
         directions, I, H, P = self._sizes

@@ -522,7 +522,7 @@ class RNN(OneState):
         op, arrays, hidden = self.op, self._arrays(), states["hidden"]
         # `pointwise` takes no quantized weights. So raise the error of `activation_of` about an unknown function.
         if any(isinstance(array, Quantized) for array in arrays.values()):
-            activation_of(self.nonlinearity)
+            activation_of(self.nonlinearity, op)
         (_, D), H = arrays["Wx"].shape, self.hidden_size
         check_input(op, x, D, arrays["Wx"], is_step)
         if is_step:  # a step is run as a sequence of one step; `whole_steps` below refuses a keep of another type
@@ -646,6 +646,10 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
     op = "nn.QuantizedRNN"
     of, kinds = RNN, (RNN, nn.RNN)
+
+    def pack(self, group_size: int | None, bits: int | None, mode: str) -> None:
+        activation_of(self.nonlinearity, self.op)  # refuse here, not at a call, a function that no quantized layer has
+        super().pack(group_size, bits, mode)
 
 
 def check_nonlinearity(nonlinearity: object) -> None:

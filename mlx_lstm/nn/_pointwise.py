@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..convert.layers import class_of
+from ..convert.layers import class_of, whole_lists
 from ..engines.choice import Engine, check_engine
 from ..ground.checks import NO_UNITS, check_array, check_every, check_flag, check_integer, chosen_options, fail
 from ..recurrence import (
@@ -139,6 +139,10 @@ class Pointwise(nn.Module):
         self.params = [mx.random.uniform(-scale, scale, (self._width,)) for _ in range(counts[1])]
         for name, shape in self._norm_shapes().items():
             setattr(self, name, first_value(name, shape))
+
+    def _validate_keys(self, keys: Any, strict: bool) -> list[str]:
+        # MLX's `freeze` and `unfreeze`, also those of a whole model, call this method.
+        return whole_lists(self, super()._validate_keys(keys, strict))
 
     def _norm_shapes(self) -> dict[str, list[int]]:
         """Return {name: shape} of the parameters of layer normalisation; it is empty without layer normalisation."""

@@ -49,7 +49,8 @@ def quantize(
             result is `True`, or a dict of `group_size`, `bits` and `mode`. Default: all layers that can be quantized.
 
     Raises:
-        ValueError: an argument breaks a rule, or a layer's H is not a multiple of the group. The text names the layer.
+        ValueError: an argument breaks a rule, a layer's H is not a multiple of the group, or an `RNN` has another
+            nonlinearity than MLX's tanh, relu or sigmoid. The text names the layer.
 
     Example:
         >>> import mlx.nn
