@@ -720,6 +720,26 @@ def test_what_onnx_has_and_ours_not():
     ):
         with pytest.raises(ValueError, match=what):
             convert.from_onnx("LSTM", **arrays)
+    with pytest.raises(ValueError, match="P must not be there unless the cell is an LSTM"):
+        convert.from_onnx("GRU", W[:, :12], R[:, :12], P=numbers(1, 12))
+
+
+def test_parameters_of_activations_in_onnx():
+    """The activations of a node consume the lists of alphas and betas in order. A list with an entry for each
+    activation is refused if reading it by position gives other numbers."""
+    sixth = np.float32(1 / 6).item()
+
+    def read(activations, alpha):
+        given = {"activations": activations, "activation_alpha": alpha}
+        return convert.from_onnx("LSTM", numbers(1, 16, 3), numbers(1, 16, 4), attributes=given).cell.activations[:3]
+
+    assert read(["HardSigmoid", "HardSigmoid", "Tanh"], [0.2, sixth]) == ("hard_sigmoid",) * 2 + ("hard_sigmoid_sixth",)
+    assert read(["Tanh", "HardSigmoid", "Tanh"], [sixth]) == ("tanh", "tanh", "hard_sigmoid_sixth")
+    assert read(["HardSigmoid", "Tanh", "Tanh"], [sixth, 0.0, 0.0]) == ("hard_sigmoid_sixth",) * 2 + ("tanh",)
+    assert read(["Sigmoid", "Tanh", "Tanh"], [1.0, 1.0, 1.0]) == ("sigmoid", "sigmoid", "tanh")
+    for alphas in ([0.2, sixth, 0.2], [0.0, 0.2, 0.0]):
+        with pytest.raises(ValueError, match="activation_alpha must hold numbers for HardSigmoid and Affine only"):
+            read(["Tanh", "HardSigmoid", "Tanh"], alphas)
 
 
 BOTH_SLOPES = ("hard_sigmoid",) * 2 + ("hard_sigmoid_sixth", "hard_sigmoid", "tanh")
