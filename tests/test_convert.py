@@ -720,6 +720,26 @@ def test_what_onnx_has_and_ours_not():
     ):
         with pytest.raises(ValueError, match=what):
             convert.from_onnx("LSTM", **arrays)
+    with pytest.raises(ValueError, match="P must not be there unless the cell is an LSTM"):
+        convert.from_onnx("GRU", W[:, :12], R[:, :12], P=numbers(1, 12))
+
+
+def test_parameters_of_activations_in_onnx():
+    """The activations of a node consume the lists of alphas and betas in order. A list with an entry for each
+    activation is refused if reading it by position gives other numbers."""
+    sixth = np.float32(1 / 6).item()
+
+    def read(activations, alpha):
+        given = {"activations": activations, "activation_alpha": alpha}
+        return convert.from_onnx("LSTM", numbers(1, 16, 3), numbers(1, 16, 4), attributes=given).cell.activations[:3]
+
+    assert read(["HardSigmoid", "HardSigmoid", "Tanh"], [0.2, sixth]) == ("hard_sigmoid",) * 2 + ("hard_sigmoid_sixth",)
+    assert read(["Tanh", "HardSigmoid", "Tanh"], [sixth]) == ("tanh", "tanh", "hard_sigmoid_sixth")
+    assert read(["HardSigmoid", "Tanh", "Tanh"], [sixth, 0.0, 0.0]) == ("hard_sigmoid_sixth",) * 2 + ("tanh",)
+    assert read(["Sigmoid", "Tanh", "Tanh"], [1.0, 1.0, 1.0]) == ("sigmoid", "sigmoid", "tanh")
+    for alphas in ([0.2, sixth, 0.2], [0.0, 0.2, 0.0]):
+        with pytest.raises(ValueError, match="activation_alpha must hold numbers for HardSigmoid and Affine only"):
+            read(["Tanh", "HardSigmoid", "Tanh"], alphas)
 
 
 BOTH_SLOPES = ("hard_sigmoid",) * 2 + ("hard_sigmoid_sixth", "hard_sigmoid", "tanh")
@@ -824,6 +844,9 @@ def test_other_things_than_layers_are_refused(tmp_path):
         convert.from_mlx(None)
     with pytest.raises(ValueError, match=r"^\[from_mlx\] layers\[0\] must hold Wh or Whh but got Theirs"):
         convert.from_mlx(Theirs())
+    Theirs.state_dict = {}  # as a program of torch.export has it
+    with pytest.raises(ValueError, match=r"^\[from_torch\] arrays must be a layer or a dict of arrays"):
+        convert.from_torch(Theirs())
     with pytest.raises(ValueError, match=r"^\[convert\] model must be what convert.read returns, .* but got list"):
         convert.write(tmp_path / "a.npz", [PLAIN["gru"]])
 
@@ -1095,6 +1118,29 @@ def test_layers_called_forward_and_backward_may_have_different_sizes(tmp_path):
     model.lstm_bwd = mlx.nn.LSTM(I, H)
     model.save_weights(str(tmp_path / "b.safetensors"))
     assert [one.directions for one in convert.read(tmp_path / "b.safetensors").layers.values()] == [2]
+
+
+def test_adapters_beside_a_layer_are_named(tmp_path):
+    """peft adds the product of two arrays, which lie beside `base_layer`, to a weight of the layer that it calls so;
+    several adapters nest. A layer without an adapter, or a name that only resembles peft's, gets no note."""
+    layer = convert.to_torch(weights_of(LSTMCell()))
+    path = tmp_path / "a.safetensors"
+
+    def notes(prefix, *others):
+        arrays = {prefix + key: array for key, array in layer.items()} | dict.fromkeys(others, mx.ones((2, 2)))
+        mx.save_safetensors(str(path), arrays)
+        return convert.read(path).notes
+
+    rule = "are not read; a layer that uses them computes something else"
+    adapter = "lora_A.default.weight"
+    for start in ("model.lstm.", ""):
+        for inner in ("base_layer.", "base_layer.base_layer."):
+            said = f"{start}{inner[:-1]}: the arrays beside its own, {start}{adapter}, {rule}"
+            assert notes(start + inner, start + adapter) == [said]
+    said = f"a.base_layer.base_layer: the arrays beside its own, a.base_layer.{adapter}, {rule}"
+    assert notes("a.base_layer.base_layer.", f"a.base_layer.{adapter}") == [said]
+    assert notes("a.base_layer.", "head.weight", f"b.{adapter}", "a.b.c.d.weight") == []
+    assert notes("a.my_base_layer.", f"a.{adapter}") == []
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "npz"])
@@ -1475,6 +1521,48 @@ def test_classes_that_derive_from_those_of_keras(ending, tmp_path):
     with pytest.raises(ValueError, match=r"the cell of rnn must be of a class of Keras .* but got pack>Minimal"):
         convert.read(write(3))
     assert list(convert.read(write(3), only=["mine", "same"]).layers) == ["mine", "same"]
+
+
+def test_classes_that_derive_from_the_wrappers_of_keras(tmp_path):
+    """A class derived from RNN or Bidirectional has the options of the layer or cell inside. A cell of the user's own
+    class is refused there, too. A note names any other wrapper, which may change the weights of its layer."""
+    h5py = pytest.importorskip("h5py")
+    options = {"units": H, "recurrent_initializer": "zeros", "activation": "relu", "use_bias": False}
+    lstm, cell = spec("LSTM", "lstm", **options), spec("LSTMCell", "cell", **options)
+    layers = [spec("MyRNN", "rnn", cell=cell), spec("MyBoth", "both", layer=lstm, merge_mode="sum")]
+    layers += [spec("WeightNorm", "norm", layer=lstm), spec("TimeDistributed", "td", layer=lstm)]
+    places = [
+        "my_rnn",
+        "my_both/forward_layer",
+        "my_both/backward_layer",
+        "weight_norm/layer",
+        "time_distributed/layer",
+    ]
+    path = tmp_path / "m.keras"
+
+    def read(*names):
+        with h5py.File(tmp_path / "m.h5", "w") as file:
+            for place in places:
+                for n in range(2):
+                    file[f"layers/{place}/cell/vars/{n}"] = np.ones((H, 4 * H), np.float32)
+            for name, place in zip(("rnn", "both"), places, strict=False):
+                file.require_group(f"layers/{place.partition('/')[0]}/vars").attrs["name"] = name
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("config.json", json.dumps(spec("Sequential", "model", layers=layers)))
+            archive.write(tmp_path / "m.h5", "model.weights.h5")
+        return convert.read(path, only=names or None)
+
+    found = read()
+    relu = {"activations": ("sigmoid", "sigmoid", "relu", "sigmoid", "relu")}
+    expected = {"rnn": relu, "both": relu | {"bidirectional": True}, "norm.lstm": relu, "td.lstm": relu}
+    assert {name: weights.options for name, weights in found.layers.items()} == expected
+    own = "rnn, both: a class of your own, read as the class of Keras from which it derives"
+    merge = "both: merge_mode is sum. A call returns both halves: mlx_lstm.nn.stack(..., merge='sum') adds them"
+    assert found.notes == [own, merge, "norm: what its class WeightNorm does to the layer inside is not read"]
+    layers[0] = spec("MyRNN", "rnn", cell=spec("MinimalCell", "cell", units=H))
+    with pytest.raises(ValueError, match=r"the cell of rnn must be of a class of Keras .* but got MinimalCell"):
+        read()
+    assert list(read("both").layers) == ["both"]
 
 
 def test_a_function_of_the_user_is_no_activation_of_keras():

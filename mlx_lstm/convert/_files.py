@@ -141,19 +141,34 @@ def read(
 
 def notes_beside(keys: Mapping[str, Sequence[str]], rest: Iterable[str]) -> list[str]:
     """Return a note for each layer beside whose arrays the file has other arrays, under the same path or one level
-    below: a layer that uses them, such as one with layer normalisation, computes something else. keys: the keys of each
+    below: a layer that uses them, such as one with layer normalisation or with an adapter, computes something else.
+    keys: the keys of each
     layer. rest: all other keys of the file."""
     owners = {folder(key): name for name, own in keys.items() for key in own}
+    # peft calls a layer `base_layer` and puts the arrays of an adapter beside this name: lstm.base_layer.weight_ih_l0,
+    # lstm.lora_A.default.weight. adapted: the layers by the path before this name, one name or several.
+    adapted: dict[str, str] = {}
+    for path, name in owners.items():
+        while path.rpartition(".")[2] == ADAPTED:
+            path = folder(path)
+            adapted[path] = name
     beside: dict[str, list[str]] = {}
     for key in rest:
         here = folder(key)
         above = folder(here)
+        near = [path for path in (here, above, folder(above)) if path in adapted]
         if here in owners:
             beside.setdefault(owners[here], []).append(key)
         elif above and above in owners:  # not if it is empty: below the empty path is the whole model
             beside.setdefault(owners[above], []).append(key)
+        elif near:
+            beside.setdefault(adapted[near[0]], []).append(key)
     rule = "are not read; a layer that uses them computes something else"
     return [f"{title(name)}: the arrays beside its own, {some(others, 3)}, {rule}" for name, others in beside.items()]
+
+
+ADAPTED = "base_layer"
+"""The name that the package peft gives to a layer with an adapter, such as LoRA."""
 
 
 def folder(key: str) -> str:

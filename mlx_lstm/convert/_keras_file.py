@@ -103,12 +103,13 @@ MOST_NOTES = 20
 
 def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
     """Return notes for the user on facts that the converted arrays do not show: how a Bidirectional merges the outputs
-    of its two directions, and which layers of `mlx.nn` take the arrays of the other layers. known: the model's layers.
+    of its two directions, which layers of `mlx.nn` take the arrays of the other layers, and which wrappers are of a
+    user's own class. known: the model's layers.
     rest: the arrays that belong to no recurrent layer, by key."""
     notes = []
     for each in known:
         kind, mode = each.config["class_name"], each.config["config"].get("merge_mode", "concat")
-        if kind == "Bidirectional" and mode != "concat":
+        if is_bidirectional(each.config) and mode != "concat":
             advice = "mlx_lstm.nn.stack(..., merge='sum') adds them" if mode == "sum" else "merge them in your model"
             notes.append(f"{shown(each.name)}: merge_mode is {shown(mode)}. A call returns both halves: {advice}")
         # inner_kind: the class of the layer inside a TimeDistributed, else of the layer itself. A TimeDistributed
@@ -127,6 +128,9 @@ def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
     # Keras 3 numbers the arrays of a layer: the path `vars/0` is the key vars.0 in `rest`.
     if notes and any(key.endswith("vars.0") for key in rest):
         notes.append("vars.0 of a layer is its kernel, embeddings or gamma, and vars.1 its bias or beta")
+    wrappers = [each for each in known if is_own_wrapper(each.config)]
+    rule = "does to the layer inside is not read"
+    notes += [f"{shown(each.name)}: what its class {shown(str(each.config['class_name']))} {rule}" for each in wrappers]
     more = len(notes) - MOST_NOTES  # a foreign file may have any number of layers
     return notes if more <= 0 else [*notes[:MOST_NOTES], f"and {more} notes more on other layers"]
 
@@ -181,7 +185,7 @@ def parts_of(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     counts as one layer, so its two directions are returned only if they are RNNs of several cells."""
     config = spec["config"]
     layer, cells = config.get("layer"), cells_of(spec)
-    if spec["class_name"] == "Bidirectional":
+    if is_bidirectional(spec):
         if not is_spec(layer) or not cells_of(layer):
             return {}
         backward = config.get("backward_layer")
@@ -212,6 +216,22 @@ def cells_of(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def is_spec(value: Any) -> TypeGuard[Mapping[str, Any]]:
     """Return whether a value in a configuration describes a layer or a cell."""
     return isinstance(value, Mapping) and "class_name" in value and isinstance(value.get("config"), Mapping)
+
+
+def is_bidirectional(spec: Mapping[str, Any]) -> bool:
+    """Return whether a layer is a Bidirectional of Keras or has a user's class derived from it. Only these have the
+    options layer and merge_mode."""
+    is_derived = is_spec(spec["config"].get("layer")) and "merge_mode" in spec["config"]
+    return spec["class_name"] == "Bidirectional" or is_derived
+
+
+def is_own_wrapper(spec: Mapping[str, Any]) -> bool:
+    """Return whether a layer is a wrapper of a user's own class around a recurrent layer, such as one that normalises
+    its weights."""
+    layer = spec["config"].get("layer")
+    if not is_spec(layer) or is_bidirectional(spec) or (spec["class_name"] == "TimeDistributed" and is_of_keras(spec)):
+        return False
+    return of_keras(layer, "LSTM") is not None
 
 
 def numbered(kind: str, counts: Counter[str]) -> str:
@@ -283,7 +303,7 @@ def names_in_legacy(arrays: Mapping[str, Any], known: list[Known]) -> list[Direc
     inside: dict[tuple[str, ...], dict[str, None]] = {}  # by a model's or layer's path: the names in it, each once
     for path in paths.values():
         inside.setdefault(tuple(path[:-1]), {})[path[-1]] = None
-    both = {each.own for each in known if each.config["class_name"] == "Bidirectional"}
+    both = {each.own for each in known if is_bidirectional(each.config)}
     for parent, (layer, *parts) in paths.items():
         keys = [f"{parent}/{name}" for name in NAMES if f"{parent}/{name}" in arrays]
         inner, way = parent.partition("//")[2], ""
@@ -420,20 +440,23 @@ def of_keras(spec: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
     class `kind` if it is a user's class derived from Keras, else None. A derived class is recognised by the option
     recurrent_initializer, which all recurrent classes of Keras write and no others."""
     config, cell = spec["config"], spec["config"].get("cell")
-    if spec["class_name"] == "RNN":
-        read_as = of_keras(cell, kind) if is_spec(cell) else None
-        changed = {**spec, "config": {**config, "cell": read_as}}
-        return None if read_as is None else spec if read_as is cell else changed
+    if is_spec(cell):  # an RNN, or a user's class derived from RNN
+        read_as = of_keras(cell, kind)
+        is_same = read_as is cell and spec["class_name"] == "RNN"
+        changed = {"class_name": "RNN", "config": {**config, "cell": read_as}}
+        return None if read_as is None else spec if is_same else changed
     if spec["class_name"] in (*KINDS, "Bidirectional") and is_of_keras(spec):
         return spec
+    if is_bidirectional(spec):
+        return {"class_name": "Bidirectional", "config": config}
     return {"class_name": kind, "config": config} if "recurrent_initializer" in config else None
 
 
 def own_cell(config: Mapping[str, Any]) -> str:
-    """Return the class of the cell of an `RNN` of Keras if it is a user's class that derives from no class of Keras;
-    else an empty text."""
+    """Return the class of the cell of an `RNN` of Keras, or of a class derived from it, if the cell's class is a
+    user's own that derives from no class of Keras; else an empty text."""
     cell = config["config"].get("cell")
-    if config["class_name"] != "RNN" or not is_spec(cell) or cells_of(config) or of_keras(cell, "LSTM") is not None:
+    if not is_spec(cell) or cells_of(config) or of_keras(cell, "LSTM") is not None:
         return ""
     return str(cell["class_name"])
 

@@ -131,7 +131,7 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
             parts = dict(zip(PEEPHOLES, mx.split(arrays["P"][way], 3), strict=True))  # by gate: i, o, f
             words["peephole"] = from_peepholes(**parts)
         layer.append(words)
-    titles, weights = {"Wx": "W", "Wh": "R"}, Weights(cell, [layer], direction == "reverse")
+    titles, weights = {"Wx": "W", "Wh": "R", "peephole": "P"}, Weights(cell, [layer], direction == "reverse")
     return checked(op, weights, title=lambda layer, way, word: name(titles.get(word, "B")))
 
 
@@ -143,17 +143,12 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell
             fail(op, f"{name} must be absent, as this package has no such option,", "it")
     names = taken(op, attributes, "activations", "names", (str, bytes))
     names = [each.decode() if isinstance(each, bytes) else each for each in names] or list(DEFAULTS[kind] * D)
-    # alphas, betas: the parameters of the activations, in the order of `names`, without entries for activations that
-    # have no parameters.
-    alphas, betas = (taken(op, attributes, f"activation_{name}", "numbers", Real) for name in ("alpha", "beta"))
+    # The defaults 0.2 and 0.5 are those of HardSigmoid. ONNX has no defaults for Affine; an Affine with these numbers
+    # is refused below, because it is not in `ACTIVATIONS`.
+    alphas = parameters(op, attributes, "activation_alpha", names, 0.2)
+    betas = parameters(op, attributes, "activation_beta", names, 0.5)
     acts = []  # the activations, by the names in this package
-    for name in names:
-        alpha, beta = None, None
-        if name.lower() in ("hardsigmoid", "affine"):
-            # The defaults 0.2 and 0.5 are those of HardSigmoid. ONNX has no defaults for Affine; an Affine with these
-            # numbers is refused below, because it is not in `ACTIVATIONS`.
-            alpha = alphas.pop(0) if alphas else 0.2
-            beta = betas.pop(0) if betas else 0.5
+    for name, alpha, beta in zip(names, alphas, betas, strict=True):
         # `ACTIVATIONS` has for each of our names (ONNX' name, alpha, beta).
         act = next((ours for ours, theirs in ACTIVATIONS.items() if same((name, alpha, beta), theirs)), None)
         if act is None:
@@ -169,6 +164,22 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int) -> Cell
         return GRUCell(activations=(acts[0], acts[0], acts[1]), reset=reset)  # of r, z, n
     f, g, h = acts[:3]  # of the gates i, f and o, of the candidate g, of the output
     return LSTMCell(activations=(f, f, g, f, h))
+
+
+def parameters(
+    op: str, attributes: dict[str, Any], name: str, activations: list[str], default: float
+) -> list[float | None]:
+    """Remove the attribute `name`, activation_alpha or activation_beta, from a node's attributes. Return the parameter
+    of each activation, or None for one that has none. default: the value of a parameter that the list lacks."""
+    values = taken(op, attributes, name, "numbers", Real)
+    # ONNX says that the activations consume the list in order, so it has no entries for activations without parameters.
+    left = iter(values)
+    found = [next(left, default) if each.lower() in ("hardsigmoid", "affine") else None for each in activations]
+    # Another program may have meant a list with an entry for each activation, so such a list is refused if its entries
+    # would then belong to other activations.
+    if len(values) == len(found) and any(one not in (None, value) for one, value in zip(found, values, strict=True)):
+        fail(op, f"{name} must hold numbers for HardSigmoid and Affine only", values)
+    return found
 
 
 def taken(op: str, attributes: dict[str, Any], name: str, words: str, kind: Any) -> list[Any]:

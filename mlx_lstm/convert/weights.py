@@ -158,8 +158,8 @@ def parameters_of(op: str, rule: str, layer: Any, prefix: str = "") -> tuple[Any
         named = getattr(named, name, None)
     class_of(op, "the layer", named)  # raises ValueError for a subclass that may compute something else
     for method in ("state_dict", "parameters"):
-        if hasattr(layer, method):
-            layer = getattr(layer, method)()
+        if callable(function := getattr(layer, method, None)):  # a program of torch.export has a dict state_dict
+            layer = function()
             break
     if not isinstance(layer, Mapping):
         fail(op, rule, type(layer).__name__)
