@@ -99,6 +99,7 @@ CALLS = {
     "lengths, hold": (lstm, Norm("sum", gates="each", c="output"), ENDS | {"reverse": True}),
     "quantized": (lstm, Norm("sum", gates="each", c="output"), ENDS | {"quantized": True}),
     "evaluation": (gru, Norm(gates="each"), {"training": False}),
+    "evaluation, both directions": (rnn, Norm(), {"training": False, "bidirectional": True}),
     "one step": (rnn, Norm("sum"), {"steps": 1}),
 }
 
@@ -112,7 +113,9 @@ def test_calls_of_users(engine, name):
     gates, H = {lstm: 4, gru: 3, rnn: 1}[function], 16
     rng, options = np.random.default_rng(3), dict(options)
     quantized, steps = options.pop("quantized", False), options.pop("steps", 6)
-    arrays = {"x": (steps, 4, 3), "Wx": (gates * H, 3), "Wh": (gates * H, H), "h0": (4, H), "scale": (gates * H,)}
+    own, D = ((2,), 2) if options.get("bidirectional") else ((), 1)  # the first axis of arrays with one per direction
+    arrays = {"x": (steps, 4, 3), "Wx": (D * gates * H, 3), "Wh": (*own, gates * H, H), "h0": (4, D * H)}
+    arrays |= {"scale": (*own, gates * H)}
     arrays |= {"c_scale": (H,), "c_shift": (H,)} if norm.c else {}
     values = {
         n: (rng.normal(size=shape) * (0.5 if n[0] == "W" else 1)).astype(np.float32) for n, shape in arrays.items()
@@ -134,10 +137,8 @@ def test_calls_of_users(engine, name):
         with mx.stream(device):
             primals = [mx.array(values[n]).astype(dtype) for n in names]
             h = outputs(*primals)
-            if options.get("training", True):
-                h, d = mx.vjp(outputs, primals, [mx.cos(mx.arange(h[0].size).reshape(h[0].shape)).astype(dtype)])
-                h = [*h, *d]
-            return [np.array(array) for array in h]
+            h, d = mx.vjp(outputs, primals, [mx.cos(mx.arange(h[0].size).reshape(h[0].shape)).astype(dtype)])
+            return [np.array(array) for array in (*h, *d)]
 
     with on_metal() as log:
         found = run(engine, mx.float32, METAL)

@@ -192,7 +192,7 @@ def differentiable(
     def forward(*values: mx.array) -> tuple[mx.array, ...]:
         outputs = sweeps.forward(problem, dict(zip(names, values, strict=True)))
         if hidden:
-            saved.update({name: outputs.get(name) for name in hidden})
+            saved.update({name: outputs[name] for name in hidden if outputs.get(name) is not None})
         if chunked is not None:  # MLX gets zeros instead of evaluated sequences; the taps below return the sequences
             outputs = chunked.stand_ins(outputs, visible)
         return tuple([outputs[name] for name in visible])
@@ -362,7 +362,7 @@ def saved_of(problem: Problem, engine: str, names: Collection[str]) -> tuple[lis
       of `stepwise` computes one step and writes a row of results, gates among them. Python saves these rows, in up to
       20 arrays, under the name `stepwise.ROWS`. If MLX got these arrays, too, building and freeing its graph would take
       1.5 times as long.
-    - `fused`, `stepwise` without training: Python saves None, because they compute no gates.
+    - `fused`, `stepwise` without training: Python saves nothing, because they compute no gates.
     - `numpy`: Python saves the gates.
 
     With layer normalisation on `numpy` Python also saves the normalised products, under the name "norms".
