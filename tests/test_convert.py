@@ -1565,6 +1565,39 @@ def test_classes_that_derive_from_the_wrappers_of_keras(tmp_path):
     assert list(read("both").layers) == ["both"]
 
 
+def test_a_shard_of_keras_is_told_from_a_whole_file(tmp_path):
+    """Keras divides a large file into shards, even between the arrays of one layer. A shard with the recurrent kernel
+    and both biases of a GRU has no layer, also if two matrices fit by chance."""
+    h5py = pytest.importorskip("h5py")
+
+    def read(name, numbers):
+        with h5py.File(tmp_path / name, "w") as file:
+            for n in numbers:
+                file[f"layers/gru/cell/vars/{n}"] = np.ones((2, 6), np.float32)
+        return convert.read(tmp_path / name)
+
+    first, second = read("m_00000.weights.h5", (0, 1)), read("m_00001.weights.h5", (1, 2))
+    assert (list(first.layers), list(second.layers), len(second.rest)) == (["gru"], [], 2)
+    for model in (first, second):
+        assert "shard of Keras, whose layers may lack a bias: save without max_shard_size" in model.notes[-1]
+    assert not any("shard" in note for note in read("m_0001.weights.h5", (0, 1)).notes)
+
+
+def test_the_note_on_a_dense_layer_says_that_it_is_quantized(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    dtype = spec("QuantizedDTypePolicy", "", mode="int8", source_name="float32")
+    dense = spec("Dense", "dense", dtype=dtype)
+    layers = [dense, spec("TimeDistributed", "td", layer=dense, dtype=spec("DTypePolicy", "float32"))]
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file["layers/dense/vars/0"] = np.ones((3, 3), np.int8)
+    with zipfile.ZipFile(tmp_path / "m.keras", "w") as archive:
+        archive.writestr("config.json", json.dumps(spec("Sequential", "model", layers=layers)))
+        archive.write(tmp_path / "m.h5", "model.weights.h5")
+    notes = convert.read(tmp_path / "m.keras").notes
+    assert notes[0] == "dense: Dense is quantized, so its arrays are others than those of a layer of mlx.nn"
+    assert notes[1].startswith("td: TimeDistributed(Dense) is quantized")
+
+
 def test_a_function_of_the_user_is_no_activation_of_keras():
     """Keras writes the mere name of a user's function into a layer's configuration if one of its own functions has the
     same name, such as the hard_sigmoid of Keras 2 in a program for Keras 3."""
@@ -1579,6 +1612,10 @@ def test_a_function_of_the_user_is_no_activation_of_keras():
     layer.name, layer.recurrent_activation = "lstm", hard_sigmoid
     with pytest.raises(ValueError, match="activation of lstm must be a function of Keras but got hard_sigmoid of "):
         convert.from_keras(layer)
+    layer.cell = type("MyCell", (), {})()
+    with pytest.raises(ValueError, match="the cell of lstm must be of a class of Keras but got MyCell of "):
+        convert.from_keras(layer)
+    del layer.cell
     for module in ("keras.src.activations", "tensorflow.python.ops", None):
         hard_sigmoid.__module__ = module
         assert convert.from_keras(layer).options["activations"][0] == "hard_sigmoid_sixth"

@@ -86,8 +86,13 @@ def read(file: Foreign, only: Sequence[str] | None = None) -> Found:
             raise ValueError("it must hold a model of Keras, or its weights, but got no arrays")
         found = gathered(contents.arrays, names_in_new(contents, budget), known, "x/6", only)
     layers, rest, keys, notes = found
+    if SHARD.search(file.path.name):
+        notes.append("the name is that of a shard of Keras, whose layers may lack a bias: save without max_shard_size")
     return layers, rest, keys, [*contents.notes, *notes, *notes_on(known or [], rest)]
 
+
+SHARD = re.compile(r"_\d{5}\.weights\.h5$")
+"""Matches the end of the name of a file that has a part of the arrays. Keras divides even the arrays of one layer."""
 
 COUNTERPARTS = {
     "Dense": "mlx.nn.Linear, whose weight is the transposed kernel",
@@ -124,7 +129,11 @@ def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
             and not each.place.endswith("/layer")  # the note on the TimeDistributed around it suffices
         ):
             title = inner_kind if inner_kind == kind else f"TimeDistributed({inner_kind})"
-            notes.append(f"{shown(each.name)}: {title} is {COUNTERPARTS[inner_kind]}")
+            options = (wrapped if is_spec(wrapped) else each.config)["config"]
+            counterpart = COUNTERPARTS[inner_kind]
+            if is_quantized(options.get("dtype")):
+                counterpart = "quantized, so its arrays are others than those of a layer of mlx.nn"
+            notes.append(f"{shown(each.name)}: {title} is {counterpart}")
     # Keras 3 numbers the arrays of a layer: the path `vars/0` is the key vars.0 in `rest`.
     if notes and any(key.endswith("vars.0") for key in rest):
         notes.append("vars.0 of a layer is its kernel, embeddings or gamma, and vars.1 its bias or beta")
@@ -133,6 +142,12 @@ def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
     notes += [f"{shown(each.name)}: what its class {shown(str(each.config['class_name']))} {rule}" for each in wrappers]
     more = len(notes) - MOST_NOTES  # a foreign file may have any number of layers
     return notes if more <= 0 else [*notes[:MOST_NOTES], f"and {more} notes more on other layers"]
+
+
+def is_quantized(policy: Any) -> bool:
+    """Return whether the dtype of a layer, as Keras serialized it, is one of quantized arrays. Only these tell the
+    dtype that the arrays had before."""
+    return is_spec(policy) and "source_name" in policy["config"]
 
 
 def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, Any]:
@@ -279,7 +294,9 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
         # Newer files store each layer's name in an attribute. For older files the last part of the path is taken.
         names = [(file.texts(f"{step}/vars", "name") or [step.rpartition("/")[2]])[0] for step in steps]
         budget.take(sum(map(len, names)), place)
-        if all(np.ndim(file.arrays[key]) == 2 for key in keys[:2]) and len(keys) > 1:  # two matrices
+        # A file with a part of a layer's arrays may have the recurrent kernel and the bias, but not the kernel.
+        has_first = keys[0].rpartition("/")[2] == "0"
+        if all(np.ndim(file.arrays[key]) == 2 for key in keys[:2]) and len(keys) > 1 and has_first:  # two matrices
             way = match[1] if match else ""
             directions.append(Direction(place, ".".join(names), (names or [""])[-1], way, keys))
     return directions

@@ -85,9 +85,13 @@ def from_keras(*layers: Any) -> Weights:
 
 def check_functions(op: str, layers: Sequence[Any], name: str) -> None:
     """Raise ValueError if an activation of a layer is a user's own function: Keras writes only the name of a function
-    into a layer's configuration if one of its own functions has this name, too, such as hard_sigmoid. layers: the
-    layers of both directions, or one layer. name: the layer's name, for the error text."""
+    into a layer's configuration if one of its own functions has this name, too, such as hard_sigmoid. Raise it also for
+    a cell of the user's own class, which the configuration of an LSTM does not tell. layers: the layers of both
+    directions, or one layer. name: the layer's name, for the error text."""
     for layer in layers:
+        kind = type(getattr(layer, "cell", layer))
+        if kind.__module__.partition(".")[0] not in PACKAGES:
+            fail(op, f"the cell of {name} must be of a class of Keras", f"{kind.__name__} of {kind.__module__}")
         for option in ("activation", "recurrent_activation"):
             function = getattr(layer, option, None)
             # Functions written in C have no module.
