@@ -220,6 +220,19 @@ def test_equals_step_in_every_layer(kind, name):
             assert_close(stepper(frames[0]), call(frames[0], state)[0])
 
 
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+def test_a_layer_without_any_array_of_floats(mode):
+    """Without a bias all arrays of a layer that is quantized in these modes are integers. Its stepper computes in
+    float32."""
+    for package in (nn, mlx_lstm.torch):
+        layer = package.QuantizedGRU.from_layer(package.GRU(32, 32, bias=False), mode=mode)
+        assert all(not mx.issubdtype(array.dtype, mx.floating) for array in layer.parameters().values())
+        stepper, frames = layer.stepper(2), mx.random.normal((3, 2, 32))
+        got = [stepper(frame) for frame in frames]
+        expected = layer(frames)[0] if package is mlx_lstm.torch else layer(frames.swapaxes(0, 1)).swapaxes(0, 1)
+        assert_close(got, list(expected))
+
+
 @pytest.mark.parametrize(
     "kind, name",
     [

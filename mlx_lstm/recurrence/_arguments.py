@@ -96,9 +96,11 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
 
 def common_dtype(values: Iterable[Any]) -> mx.Dtype:
     """Return the dtype to which all values promote together: arrays, `Quantized` weights or None. Of a `Quantized`
-    weight only the biases count, because its scales may be integer codes."""
+    weight only the biases count, because its scales may be integer codes. If all weights are quantized without biases,
+    as a stepper may have them, the dtype is float32, to which they are dequantized."""
     arrays = [value.biases if isinstance(value, Quantized) else value for value in values]
-    return mx.result_type(*[array for array in arrays if array is not None])
+    arrays = [array for array in arrays if array is not None]
+    return mx.result_type(*arrays) if arrays else mx.float32
 
 
 def in_dtype(values: dict[str, Any], dtype: mx.Dtype) -> dict[str, Any]:
