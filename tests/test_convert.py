@@ -1565,6 +1565,27 @@ def test_classes_that_derive_from_the_wrappers_of_keras(tmp_path):
     assert list(read("both").layers) == ["both"]
 
 
+def test_stacked_cells_of_keras_inside_others(tmp_path):
+    """The cells of a StackedRNNCells inside another are read with their options. Only the first cell of all runs in
+    reverse, as Keras reverses the input once."""
+    h5py = pytest.importorskip("h5py")
+    cells = [spec("LSTMCell", name, units=H, activation=act) for name, act in (("a", "tanh"), ("b", "relu"))]
+    cells = [spec("StackedRNNCells", "inner", cells=cells), spec("GRUCell", "c", units=H, reset_after=False)]
+    rnn = spec("RNN", "rnn", cell=spec("StackedRNNCells", "outer", cells=cells), go_backwards=True)
+    places = {"stacked_rnn_cells/cells/lstm_cell": 4, "stacked_rnn_cells/cells/lstm_cell_1": 4, "gru_cell": 3}
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        for place, gates in places.items():
+            for n in range(2):
+                file[f"layers/rnn/cell/cells/{place}/vars/{n}"] = np.ones((H, gates * H), np.float32)
+    with zipfile.ZipFile(tmp_path / "m.keras", "w") as archive:
+        archive.writestr("config.json", json.dumps(spec("Sequential", "model", layers=[rnn])))
+        archive.write(tmp_path / "m.h5", "model.weights.h5")
+    model = convert.read(tmp_path / "m.keras")
+    relu = {"activations": ("sigmoid", "sigmoid", "relu", "sigmoid", "relu")}
+    options = [weights.options for weights in model.layers.values()]
+    assert (options, model.rest, model.notes) == ([{"reverse": True}, relu, {"reset": "before"}], {}, [])
+
+
 def test_a_shard_of_keras_is_told_from_a_whole_file(tmp_path):
     """Keras divides a large file into shards, even between the arrays of one layer. A shard with the recurrent kernel
     and both biases of a GRU has no layer, also if two matrices fit by chance."""

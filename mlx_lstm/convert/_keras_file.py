@@ -210,15 +210,26 @@ def parts_of(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         return {"forward_layer": layer, "backward_layer": backward}
     if is_spec(layer):
         return {"layer": layer}
-    counts: Counter[str] = Counter()  # how many cells of each class came before
     parts = {}
-    for n, cell in enumerate(cells):
+    for n, (place, cell) in enumerate(placed(cells, "cell/cells")):
         kind = snake(str(cell["class_name"]))
         # Only the first cell has go_backwards: Keras reverses the time axis once, before the first cell.
         options = {"cell": cell, "go_backwards": n == 0 and bool(config.get("go_backwards"))}
         options |= {"name": cell["config"].get("name", kind)}
-        parts[f"cell/cells/{numbered(kind, counts)}"] = {"class_name": "RNN", "config": options}
+        parts[place] = {"class_name": "RNN", "config": options}
     return parts
+
+
+def placed(cells: Sequence[Mapping[str, Any]], place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (path, cell) for each cell of an RNN of several cells, also for those in a StackedRNNCells inside another.
+    place: the path of the cells below the RNN."""
+    counts: Counter[str] = Counter()  # how many cells of each class came before
+    for cell in cells:
+        path, inner = f"{place}/{numbered(snake(str(cell['class_name'])), counts)}", cell["config"].get("cells")
+        if isinstance(inner, list):
+            yield from placed([each for each in inner if is_spec(each)], f"{path}/cells")
+        else:
+            yield path, cell
 
 
 def cells_of(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -279,8 +290,8 @@ def names_in_new(file: _hdf5.Contents, budget: Budget) -> list[Direction]:
     groups: dict[str, list[str]] = {}  # the keys of the arrays, such as "layers/lstm/cell/vars/0", by their group
     for key in file.arrays:
         parent, _, last = key.rpartition("/")
-        # An RNN of stacked cells has one such group per cell, under cell/cells.
-        if re.search(r"(^|/)cell(/cells/[^/]+)?/vars$", parent) and last.isdecimal():
+        # An RNN of stacked cells has one such group per cell, under cell/cells, and deeper if stacks lie in stacks.
+        if re.search(r"(^|/)cell(/cells/[^/]+)*/vars$", parent) and last.isdecimal():
             groups.setdefault(parent, []).append(key)
     directions = []
     for parent, keys in groups.items():
