@@ -4,13 +4,14 @@
 // LANES adjacent lanes (4, or 1 for the plain RNN cell) share a hidden unit. GROUP = LANES * UNITS adjacent lanes form
 // a group, which computes UNITS units: lane s of a group is lane s % LANES of unit s / LANES. To divide the product
 // among the lanes of a group, each row of weights is cut into runs of 4 numbers. Lane s multiplies the runs s, s +
-// GROUP, ... of the rows of all units of its group. So each number of the vector is read by only one lane of the group,
-// which multiplies it by the weights of UNITS units and all gates. Then the lanes add up their sums.
+// GROUP, ... of the rows of all units of its group. So each number of the operand, the vector that Wh multiplies, is
+// read by only one lane of the group, which multiplies it by the weights of UNITS units and all gates. Then the lanes
+// add up their sums.
 //
 // A lane has an array of partial sums, one for each unit and gate of its group. An index of this array is called a
 // slot. Slot n belongs to unit (n / GATES) ^ (the lane's own unit), an exclusive or. So the sums of a lane's own unit
-// are in its first slots. Two lanes that exchange sums use the same slots: simd_shuffle_xor(x, n) returns the x of the
-// lane whose number is (the lane's own number) ^ n.
+// are in its first slots. If two lanes exchange sums, both send the same slots and add to the same slots:
+// simd_shuffle_xor(x, n) returns the x of the lane whose number is (the lane's own number) ^ n.
 //
 // Lanes<Cell>, in fused_lstm.metal, fused_gru.metal and fused_rnn.metal, says how the lanes of a unit compute a step:
 //   LANES, WRITER     the number of lanes of a unit; the lane that has the unit's state and writes it
@@ -18,7 +19,7 @@
 //   FIRST             the gates of the step's first product, one bit per gate
 //   gate_block(lane)  the lane's block of H numbers in z, gates and dz; -1 for a lane without a gate
 //   operand_block(lane)   the block that a lane writes in the backward product's operand, or -1
-//   slot_block(n, lane)   the block of Wh of the weights in slot n of the lane's own unit
+//   slot_block(n, lane)   the block of Wh whose product slot n of the lane's own unit sums
 //   constant_of       reads a lane's constant (its peephole weight, or bhn), once per launch
 //   sum_of_unit<WANTED>   sums over the lanes of a unit, for the gates whose bit is set in WANTED
 //   forward, backward one step; each lane computes its own gate
@@ -167,12 +168,13 @@ void states_backward(
     thread const StepNumbers<Cell> (&)[ROWS], thread const float (&)[ROWS][Cell::CARRIED + 1],
     thread float (&)[ROWS]) {}
 
-// Compute one step of the lane's unit in reverse. The parameters without a name are for cells with a norm. lane: the
-// lane's index among those that share its unit. p: its constant (a peephole weight, or bhn). limit: the limit of c.
-// after: c after the step. numbers: the numbers that this step has read. dc: on entry the gradient of c from later
-// steps, on return the gradient of c before the step. item.d and item.past are the parameters d and dh of
-// Lanes<Cell>::backward. That function has one parameter for two uses: an LSTM (CARRIED is 1) gets the cotangent of c
-// there, a GRU (CARRIED is 0) its candidate's recurrent product q.
+// Compute one step of the backward pass for the lane's unit. The parameters without a name are for cells with a norm.
+// lane: the lane's index among those that share its unit. p: its constant (a peephole weight, or bhn). limit: the limit
+// of c. after: c after the step. numbers: the numbers that this step has read. dc: on entry the gradient of c from
+// later steps, on return the gradient of c before the step. item.d: on return the gradient of the preactivation of the
+// lane's gate. item.past: on entry the gradient of h, on return the part of it that bypasses the product.
+// Lanes<Cell>::backward calls these two d and dh. It has one parameter for two uses, dc_or_q: an LSTM (CARRIED is 1)
+// passes the cotangent of c there, a GRU (CARRIED is 0) its candidate's recurrent product q.
 template <class Cell, class Index>
 void unit_backward(
     Absent, int, int lane, float p, float limit, float after, thread const StepNumbers<Cell>& numbers,

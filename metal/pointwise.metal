@@ -1,4 +1,4 @@
-// Code that two kernels of a cell written by the user share: the forward and the backward kernel that run all time
+// The code shared by two kernels of a cell that the user wrote: the forward and the backward kernel that run all time
 // steps in one launch and divide the work on a unit among lanes. fused.metal describes their arrays, cell.metal the
 // members of the cell's struct `Own`. mlx_lstm/engines/metal/pointwise.py generates this struct and the struct
 // Lanes<Own>, which has these members:
@@ -71,7 +71,7 @@ void read_gates(
 
 template <int SIZE> void keep_gradients(bool, int, thread const float (&)[SIZE], Absent) {}
 
-// (store_step has already stored the gradients of the products.)
+// Nothing is left to do without a norm: store_step (pointwise_backward.metal) has stored the gradients of the products.
 template <class Cell, int H, int ROW, class S, int ROWS, class Index, class Arrays>
 void own_products_backward(
     Absent, Absent, thread const Arrays&, Index, Index, thread const Index (&)[ROWS], int, int, threadgroup float4*) {}

@@ -26,8 +26,9 @@ struct BackwardNumbers {
   float before[Cell::CARRIED + 1], outside[Cell::CARRIED + 1], keep, mask;
 };
 
-// Read the numbers that a lane needs at backward step n, for ROWS batch items. now: the offset of the step's first
-// element in an array [T, B, D H]. item[r]: the offset of the unit's element of batch item r in an array [B, D H].
+// Read the numbers that a lane needs for the backward pass of step n, for ROWS batch items; n counts the steps in the
+// order of the forward pass. now: the offset of the step's first element in an array [T, B, D H]. item[r]: the offset
+// of the unit's element of batch item r in an array [B, D H].
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,

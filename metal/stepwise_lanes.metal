@@ -9,9 +9,9 @@
 // Simdgroup s computes the columns s, s + 8, ... for all items. Its lanes divide the K terms of a sum: each multiplies
 // four neighbouring terms at a time, lane l the terms 4 l, 128 + 4 l, ... At the end the lanes' sums are added up.
 //
-// stepwise.metal explains the operand x, its row type and the functions that read it. Only a GRU's backward step has
-// several SEGMENTS: it multiplies one of them by a gate. `weights` has H rows of K numbers per gate; Gates::block(gate)
-// is the position of a gate's rows, in blocks of H.
+// stepwise.metal explains the operand x, its row type and the functions that read it. The K terms consist of SEGMENTS
+// equal parts. There are several only in a GRU's backward step, whose x has a part that is multiplied by a gate.
+// `weights` has H rows of K numbers per gate; Gates::block(gate) is the position of a gate's rows, in blocks of H.
 //   OWN          how many columns a simdgroup computes, COLUMNS / 8
 //   rows         this lane's pointers into x, one per item
 //   columns      this lane's pointers into the weights, one for each column that its simdgroup computes

@@ -190,8 +190,9 @@ void find_column(
   own.columns[e].biases = column.biases;
   own.k = first + 16 * place;
   own.lane = lane;
-  // The bits with the values 2, 4 and 16 in `lane` are the number of the lane's row in an 8 x 8 matrix. A matrix row
-  // has 16 weights, so 2, 4 or 8 matrix rows share a group of 32, 64 or 128 weights. In the first lane of a group the
+  // The bits with the values 2, 4 and 16 in `lane` are the number of the lane's row in an 8 x 8 matrix. In a turn a
+  // lane has 16 neighbouring weights of a column, one in each of the 16 matrices, in the same matrix row. So the lanes
+  // of 2, 4 or 8 neighbouring matrix rows share a group of 32, 64 or 128 weights. In the first lane of a group the
   // lowest 1, 2 or 3 of these bits are 0.
   own.leader = lane & ~(GROUP == 16 ? 0 : GROUP == 32 ? 2 : GROUP == 64 ? 6 : 22);
 }

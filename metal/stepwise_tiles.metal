@@ -10,9 +10,10 @@
 //   slice        if there are few columns, SLICES simdgroups share eight columns, so that more threads are at work.
 //                Each multiplies a part of every turn. The results are sums [SLICES, ROWS, COLUMNS]; at the end the
 //                sums of all slices are added to those of the first one
-//   quad         four of the 16 pairs of 8 x 8 matrices (x, weights) of a turn. Terms may be added in any order, so
-//                they are assigned in such a way that each lane has neighbouring numbers in memory: column c of x and
-//                row c of the weights in pair m are number SPAN c + m of the quad
+//   quad         four of the 16 pairs of 8 x 8 matrices (x, weights) of a turn. The terms of a sum may be added in any
+//                order. So column c of the matrix of x and row c of the matrix of weights in pair m hold term SPAN c +
+//                m, counted from the beginning of the quad. Then a lane's numbers for the four pairs are neighbours in
+//                memory
 //   SPAN         4; for quantized weights 16 (stepwise_quantized.metal)
 //   QUADS, STEP  how many quads a simdgroup multiplies per turn; how many numbers apart they begin
 //   w            [column][m]: a lane's two weights in pair m of a quad

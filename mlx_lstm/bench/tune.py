@@ -116,9 +116,10 @@ def write(
 
 
 def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
-    """Return the fastest cut of `fused` at this batch size, or None for the built-in cut. A cut has two numbers: rows,
-    the sequences that a threadgroup computes, and spare, the registers that hold no weights. The rows are chosen first,
-    then the registers. A cut replaces the best cut so far only if its time is at most `WORTH` of that cut's time."""
+    """Return the fastest cut of `fused` at this batch size, or None if no cut is faster than the one that the library
+    chooses by its own rule (`rows_for`). A cut has two numbers: rows, the sequences that a threadgroup computes, and
+    spare, the registers that hold no weights. The rows are chosen first, then the registers. A cut replaces the best
+    cut so far only if its time is at most `WORTH` times that cut's time, or if that cut failed."""
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
     layer = LayerSize(LSTMCell(), B, H, DTYPES[dtype].size, directions=1, cores=tuning.gpu_cores())

@@ -86,7 +86,8 @@ def describe(op: str, name: str, layer: Any) -> Description:
     others: dict[str, str] = {}
     strays: dict[str, Any] = {}
     for key, value in attributes.items():
-        # As in MLX, an attribute with an underscore is no parameter. None and False say that there is no such array.
+        # As in MLX, an attribute whose name begins with an underscore is no parameter. None and False say that there is
+        # no such array.
         if value is None or value is False or key[:1] == "_":
             continue
         if isinstance(value, (mx.array, np.ndarray)):

@@ -1,8 +1,8 @@
 """Convert weights between the arguments of TensorFlow's block ops and `Weights`.
 
-TensorFlow's weight w [I + H, 4H] contains the transposed input weight (Wx [4H, I] in `Weights`) and, below it, the
-transposed recurrent weight (Wh [4H, H]), for I input features and H units. TensorFlow's b is the bias bx of `Weights`.
-TensorFlow calls the gate g of an LSTM c; it calls the gates r, z, n of a GRU r, u, c.
+An LSTM's weight w [I + H, 4H] of TensorFlow contains the transposed input weight (Wx [4H, I] in `Weights`) and, below
+it, the transposed recurrent weight (Wh [4H, H]), for I input features and H units. TensorFlow's b is the bias bx of
+`Weights`. The gate g of an LSTM has the name c in TensorFlow; the gates r, z, n of a GRU have the names r, u, c.
 """
 
 from typing import Any

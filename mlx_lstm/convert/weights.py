@@ -3,7 +3,8 @@ module also has the gate orders of all formats.
 
 Sizes: G gates, H units, I input features, D directions; P is the size of h, which is H without a projection. GH rows
 are one block of H rows for each gate, in a gate order such as "ifgo". One direction's arrays are a dict with these
-names: Wx [GH, I], Wh [GH, P], the biases bx and bh [GH] of the two products, Wp [P, H] (a projection), peephole [4H].
+names: Wx [GH, I], Wh [GH, P], the biases bx and bh [GH] of the products with Wx and Wh, Wp [P, H] (a projection),
+peephole [4H], whose block of the candidate g is 0 where a format has peepholes for i, f and o only.
 The functions of this package have a single bias b [GH] instead of bx and bh, and bhn [H], the recurrent bias of a GRU's
 candidate n, which the reset gate multiplies. A way is the number of a direction, 0 forward or 1 reverse. op is the
 public function with which error texts begin.

@@ -93,7 +93,8 @@ def stepwise_cycles(
     """Return the predicted GPU cycles of one time step of `stepwise`, forward and backward; with quantized weights only
     forward. They include the cycles in which the host builds the launches (BUILDING) and those of the launches
     themselves (LAUNCH)."""
-    # T is 2, because `tile_of` needs a problem, but the number of steps has no effect. The second H is the width of h.
+    # `tile_of` needs a `Problem` with the sizes T, B, H and the width of h, which is H here. T, the number of steps,
+    # has no effect, so it is any number: 2.
     problem = Problem(2, B, H, H, cell, dtype, bidirectional=directions == 2, limits=LIMITS._replace(cores=cores))
     numbers = directions * cell.gates * H * H  # the recurrent weights
     # size: bytes per weight. A quantized weight counts as 4 or 8 bits, as `fused` stores it. Quantized weights have no

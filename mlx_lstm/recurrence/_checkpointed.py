@@ -194,7 +194,8 @@ def in_pieces(tree: Any, T: int, K: int) -> list[Any]:
 
 
 def waiting(tree: Any, before: Any) -> Any:
-    """Return a tree with the same arrays, which MLX computes or reads only after the arrays of the tree `before`."""
+    """Return a tree with the same values. Operations that read them run only after MLX has computed the arrays of the
+    tree `before`."""
     others = leaves(before)
     return filled(tree, mx.depends(leaves(tree), others)) if others else tree
 

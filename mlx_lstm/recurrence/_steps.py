@@ -270,9 +270,10 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
     step that ran, times the product of keep over the held steps since then: this product is the factor after the held
     step. After a step that ran the factor is 1.
     """
-    # This is a parallel scan over time. product [T, B]: at step t the product of keep over those of the last `distance`
-    # steps up to t that come after the last step that ran. closed [T, B]: one of these `distance` steps ran, so the
-    # product is complete. At first `distance` is 1, step t alone. Each round doubles `distance`.
+    # This is a parallel scan over time. product [T, B]: at step t the product of keep over the held steps that end at
+    # t, back to the step that ran last, but over at most `distance` steps. closed [T, B]: the step that ran last is
+    # among these `distance` steps, so the product is complete. At first `distance` is 1, step t alone. Each round
+    # doubles it.
     product, closed, distance = mx.where(live, 1, keep), live, 1
     while distance < len(keep):
         product = mx.where(closed, product, product * shifted(product, distance))

@@ -328,8 +328,8 @@ class Groups:
             if op in COMMUTES and of_row != kinds[0] and of_row[::-1] == kinds[0]:
                 row.reverse()
         for column in zip(*rows, strict=True):  # the first operands of all nodes, then the second ones
-            # Operands are neighbours if they lie in one array and their rows grow by 1. A constant or a new value has
-            # row -1.
+            # Operands are neighbours if they lie in one array and the numbers of their blocks grow by 1 from node to
+            # node: then `found` has one entry. For a constant or a new value the number of the block is -1.
             spots = [self.spot(k) for k in column]
             found = {(kind, row - n) if row >= 0 else (kind, row) for n, (kind, row) in enumerate(spots)}
             # A new value can be computed into one block only, so it must not be the operand of two nodes.

@@ -85,7 +85,8 @@ class GridCase(NamedTuple):
     def draw(self, seed: int = 1) -> Case:
         """Return a `Case` with random arrays, which depend on the seed only. If the weights are quantized, the `Case`
         has the quantized weights, and its arrays are the dequantized weights."""
-        # margin: how far arguments must be from a kink of an activation. Rounding to 16 bits moves them further.
+        # margin: the least distance of an argument from a kink of its activation. It is larger for 16 bits, because
+        # rounding to 16 bits moves an argument more than rounding to float32 does.
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
         H = self.options["sizes"][3]
         recurrent = 0.7 / H**0.5  # larger weights would amplify rounding errors

@@ -46,5 +46,5 @@ def run_layer(case: CompareCase, engine: str | None, **options: Any) -> Arrays:
 
 
 def make_descriptor(case: CompareCase) -> object:
-    """Return the descriptor of a case, with training (and for an LSTM produce_cell) turned on."""
+    """Return the descriptor of a case with training turned on, with which an LSTM also returns its cell states."""
     return DESCRIPTORS[case.op](training=True, **case.descriptor)
