@@ -4,9 +4,9 @@
 // LANES adjacent lanes (4, or 1 for the plain RNN cell) share a hidden unit. GROUP = LANES * UNITS adjacent lanes form
 // a group, which computes UNITS units: lane s of a group is lane s % LANES of unit s / LANES. To divide the product
 // among the lanes of a group, each row of weights is cut into runs of 4 numbers. Lane s multiplies the runs s, s +
-// GROUP, ... of the rows of all units of its group. So each number of the operand, the vector that Wh multiplies, is
-// read by only one lane of the group, which multiplies it by the weights of UNITS units and all gates. Then the lanes
-// add up their sums.
+// GROUP, ... of the rows of all units of its group. Wh multiplies a vector, the operand. Only one lane of a group reads
+// a number of the operand; it multiplies this number by the weights of UNITS units and all gates. Then the lanes add up
+// their sums.
 //
 // A lane has an array of partial sums, one for each unit and gate of its group. An index of this array is called a
 // slot. Slot n belongs to unit (n / GATES) ^ (the lane's own unit), an exclusive or. So the sums of a lane's own unit
@@ -168,13 +168,14 @@ void states_backward(
     thread const StepNumbers<Cell> (&)[ROWS], thread const float (&)[ROWS][Cell::CARRIED + 1],
     thread float (&)[ROWS]) {}
 
-// Compute one step of the backward pass for the lane's unit. The parameters without a name are for cells with a norm.
-// lane: the lane's index among those that share its unit. p: its constant (a peephole weight, or bhn). limit: the limit
-// of c. after: c after the step. numbers: the numbers that this step has read. dc: on entry the gradient of c from
-// later steps, on return the gradient of c before the step. item.d: on return the gradient of the preactivation of the
-// lane's gate. item.past: on entry the gradient of h, on return the part of it that bypasses the product.
-// Lanes<Cell>::backward calls these two d and dh. It has one parameter for two uses, dc_or_q: an LSTM (CARRIED is 1)
-// passes the cotangent of c there, a GRU (CARRIED is 0) its candidate's recurrent product q.
+// Compute the gradients of one step of the lane's unit, for a cell without layer normalisation. Only the overload for
+// cells with it reads the parameters that have no name here. lane: the lane's index among those that share its unit. p:
+// its constant (a peephole weight, or bhn). limit: the limit of c. after: c after the step. numbers: the numbers that
+// this step has read. dc: on entry the gradient of c from later steps, on return the gradient of c before the step.
+// item.d: on return the gradient of the preactivation of the lane's gate. item.past: on entry the gradient of h, on
+// return the part of it that bypasses the product. Lanes<Cell>::backward calls these two d and dh. It has one parameter
+// for two uses, dc_or_q: an LSTM (CARRIED is 1) passes the cotangent of c there, a GRU (CARRIED is 0) its candidate's
+// recurrent product q.
 template <class Cell, class Index>
 void unit_backward(
     Absent, int, int lane, float p, float limit, float after, thread const StepNumbers<Cell>& numbers,

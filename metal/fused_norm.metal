@@ -96,9 +96,10 @@ template <class Cell, int H, int ROWS, class E> int norm_size(E) { return NormMe
 
 // Return the numbers that a lane needs for its norms. eps: the array norm_eps, with one number. block: the position of
 // the lane's first gate on a gate axis. counts: whether the lane has a number of this gate's product. A lane may have
-// fewer gates than COUNT. For each j past its last gate norm.counts[j] is 0, and it reads scale and shift of the cell's
-// last gate, only because this address exists. If the call does not have an array, its scale is 1 or its shift 0. M:
-// NormMemory for 1 batch item; the members that are used here are the same for any number of items.
+// fewer gates than COUNT. For each j past its last gate norm.counts[j] is 0; there the lane reads the scale and the
+// shift of the cell's last gate, whose values have no effect. If the call has no norm_scale, the scale is 1; if it has
+// no norm_shift, the shift is 0. M: NormMemory for 1 batch item; its members that are used here are the same for any
+// number of items.
 template <class Cell, int H, class E, class Arrays>
 NormLane<NormMemory<Cell, H, 1>::COUNT> norm_of_lane(
     E eps, thread const Arrays& a, int direction, int block, int unit, bool counts, uint index,

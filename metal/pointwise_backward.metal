@@ -26,9 +26,9 @@ struct BackwardNumbers {
   float before[Cell::CARRIED + 1], outside[Cell::CARRIED + 1], keep, mask;
 };
 
-// Read the numbers that a lane needs for the backward pass of step n, for ROWS batch items; n counts the steps in the
-// order of the forward pass. now: the offset of the step's first element in an array [T, B, D H]. item[r]: the offset
-// of the unit's element of batch item r in an array [B, D H].
+// Read the numbers that a lane needs to compute the gradients of step n, for ROWS batch items. n: the number of the
+// step in the order of the forward pass. now: where the step begins in an array [T, B, D H], as a number of elements.
+// item[r]: the number of the unit's element in an array [B, D H], for batch item r of this threadgroup.
 template <class Cell, int H, int ROWS, class Index, class Arrays>
 void read_numbers(
     thread const Arrays& a, thread const Sweep& sweep, int n, Index now, thread const Index (&item)[ROWS], uint group,

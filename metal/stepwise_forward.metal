@@ -85,8 +85,8 @@ template <class S, class X> const device S* h_of(const device X*, Index, const d
 
 // Load the states of unit j of batch item b before the step, times `keep`: states[0] is h, then come the C others, such
 // as c of an LSTM. starts: whether this is the item's first step. If so, the states are in h0 and c0, otherwise in the
-// row before, the array that the launch of the previous step wrote. h: points to the h in this row. states[0] is loaded
-// only if the cell reads h outside its product (PASSES_H). take_blocks and take_carries read numbers that lie H apart
+// array that the launch of the previous step wrote. h: points to h in that array. states[0] is loaded only if the cell
+// reads h outside its product (PASSES_H). take_blocks and take_carries read numbers that lie H apart
 // into states[1], states[2], ...
 template <class Cell, class S, class Arrays>
 void take_states(

@@ -40,9 +40,9 @@ void stepwise_join(thread const Pieces<COUNT, X>& pieces, thread const Arrays& a
 
 // --- The launch after all steps ---
 
-// All rows of a pass (the arrays that its steps wrote), for the launch after all steps, in up to 20 arrays ("pieces").
-// A launch binds at most 31 arrays, and this launch has others, too. If there are fewer than 20 pieces, the last one is
-// repeated.
+// All rows of a pass (a row is the array that one step wrote), for the launch after all steps. Launches before it join
+// the rows into at most 20 arrays, the pieces, because Metal binds at most 31 arrays to a launch, and this launch reads
+// others, too. The struct always has 20 pointers: if there are fewer pieces, the last pointers are equal.
 template <class X>
 struct Rows {
   const device X* pieces[20];

@@ -98,8 +98,8 @@ def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
     _, c, n, m = state
     f = m - mx.logaddexp(0, -f)  # log sigmoid(f) + m
     # The new m is the larger one of f and i, and d = f - i tells which it is. Where n = 0, d is set to 0, which selects
-    # i. If m were f there, a very negative i would make the new n 0, and h would be 0 / 0. The comparison of d
-    # is computed once, because MLX cannot compile some derivatives of graphs with several equal comparisons.
+    # i. If m were f there, a very negative i would make the new n 0, and h would be 0 / 0. d is
+    # compared only once, because MLX cannot compile some derivatives of graphs with several equal comparisons.
     d = mx.where(n == 0, 0, f - i)
     is_f = d > 0
     m = mx.where(is_f, f, i)

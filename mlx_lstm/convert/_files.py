@@ -142,8 +142,7 @@ def read(
 def notes_beside(keys: Mapping[str, Sequence[str]], rest: Iterable[str]) -> list[str]:
     """Return a note for each layer beside whose arrays the file has other arrays, under the same path or one level
     below: a layer that uses them, such as one with layer normalisation or with an adapter, computes something else.
-    keys: the keys of each
-    layer. rest: all other keys of the file."""
+    keys: the keys of each layer. rest: all other keys of the file."""
     owners = {folder(key): name for name, own in keys.items() for key in own}
     # peft calls a layer `base_layer` and puts the arrays of an adapter beside this name: lstm.base_layer.weight_ih_l0,
     # lstm.lora_A.default.weight. adapted: the layers by the path before this name, one name or several.

@@ -109,8 +109,7 @@ MOST_NOTES = 20
 def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
     """Return notes for the user on facts that the converted arrays do not show: how a Bidirectional merges the outputs
     of its two directions, which layers of `mlx.nn` take the arrays of the other layers, and which wrappers are of a
-    user's own class. known: the model's layers.
-    rest: the arrays that belong to no recurrent layer, by key."""
+    user's own class. known: the model's layers. rest: the arrays that belong to no recurrent layer, by key."""
     notes = []
     for each in known:
         kind, mode = each.config["class_name"], each.config["config"].get("merge_mode", "concat")
@@ -145,8 +144,8 @@ def notes_on(known: list[Known], rest: dict[str, Any]) -> list[str]:
 
 
 def is_quantized(policy: Any) -> bool:
-    """Return whether the dtype of a layer, as Keras serialized it, is one of quantized arrays. Only these tell the
-    dtype that the arrays had before."""
+    """Return whether a layer of Keras has quantized arrays. policy: the entry dtype of the layer's configuration. Only
+    that of a quantized layer has the entry source_name, the dtype before quantization."""
     return is_spec(policy) and "source_name" in policy["config"]
 
 

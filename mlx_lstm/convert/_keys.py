@@ -132,8 +132,9 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
         name = fields.get("name") or ""
         own = ".".join(str(part) for part in (name, layer, fields.get("way")) if part not in (None, ""))
         return fields["array"], Group(own, name, layer, way, layer is not None, {}, form)
-    # Without a template, recognise the usual keys: of PyTorch first, then of all other formats. source: not None if
-    # torch computes a weight from this array. It belongs to the group of the weight, so that `words_of` refuses both.
+    # Without a template, recognise the usual keys: of PyTorch first, then of all other formats. source: the
+    # parts of the key, if torch computes a weight of a layer from this array, as weight norm does; else None. Such an
+    # array gets into the same group as the weight, and `words_of` raises an error for the group.
     source = source_of(key)
     path, dot, last_part = (source.path + source.weight if source else key).rpartition(".")
     if match := TORCH_LEAF.fullmatch(last_part):  # match: 1 the leaf, 2 the layer's number, 3 "_reverse" or None

@@ -53,9 +53,8 @@ class Description(NamedTuple):
     attribute name, without those whose name begins with an underscore. others: the attributes that hold arrays in
     another way, and how: "module", "list", "dict" and so on. strays: the values with the name of a parameter that are
     no array and hold none, such as a bias as a list of numbers; without them the layer would silently lose its bias.
-    nonlinearity: the name of the activation of a plain RNN,
-    or None if the layer has no such attribute. training: whether the layer is in training mode. drops: whether it
-    applies dropout between its layers now.
+    nonlinearity: the name of the activation of a plain RNN, or None if the layer has no such attribute. training:
+    whether the layer is in training mode. drops: whether it applies dropout between its layers now.
     """
 
     known: type | None

@@ -172,7 +172,8 @@ def parameters(
     """Remove the attribute `name`, activation_alpha or activation_beta, from a node's attributes. Return the parameter
     of each activation, or None for one that has none. default: the value of a parameter that the list lacks."""
     values = taken(op, attributes, name, "numbers", Real)
-    # ONNX says that the activations consume the list in order, so it has no entries for activations without parameters.
+    # In ONNX each activation that has a parameter takes the next number of the list. So the list has no number for an
+    # activation without a parameter, such as Tanh.
     left = iter(values)
     found = [next(left, default) if each.lower() in ("hardsigmoid", "affine") else None for each in activations]
     # Another program may have meant a list with an entry for each activation, so such a list is refused if its entries
